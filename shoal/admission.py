@@ -1,0 +1,408 @@
+"""Which shares count, when a round closes, when its values may go: pure rules.
+
+`admit(message)` takes one message and returns what to do about it, in order. It reads no clock and does no
+I/O; time and death come in as messages. The server and any simulator run the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shoal.acts import (
+    Action,
+    Answer,
+    Apply,
+    Ask,
+    Average,
+    Commit,
+    Event,
+    Gone,
+    Hold,
+    Join,
+    Leave,
+    Left,
+    Measure,
+    Norm,
+    Pull,
+    Release,
+    Reply,
+    Returned,
+    Share,
+    Tell,
+)
+from shoal.errors import ProtocolError
+from shoal.ledger import Ledger, Life
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What admission has to know of a chunk: its optimizer, and whether it is a buffer's."""
+
+    optimizer: int
+    buffer: bool = False
+
+
+_Said = TypeVar("_Said", Commit, Norm)
+
+
+class Admission:
+    """The rounds of one server.
+
+    Args:
+        groups: worker group → number of its workers, for the groups that this server serves.
+        chunks: the server's chunks.
+        max_delay: how many steps a group may be ahead of the slowest; None = any.
+    """
+
+    def __init__(
+        self, groups: Mapping[int, int], chunks: Mapping[int, Owned], max_delay: int | None = None
+    ) -> None:
+        self.ledger = Ledger()
+        self.rounds = 0
+        self._workers = dict(groups)
+        self._chunks = dict(chunks)
+        self._max_delay = max_delay
+        self._live = set(groups)
+        self._left: dict[int, set[int]] = {group: set() for group in groups}
+        self._closed = {group: dict.fromkeys(chunks, 0) for group in groups}
+        self._closed_in = {group: dict.fromkeys(chunks, 0) for group in groups}
+        self._lead = {group: dict.fromkeys(chunks, 0) for group in groups}
+        self._incarnation = dict.fromkeys(groups, 0)
+        self._held: dict[tuple[int, int, int], Share] = {}
+        self._seen: dict[tuple[int, int, int], tuple[int, set[int]]] = {}
+        self._commits: dict[tuple[int, int], dict[int, Commit]] = {}
+        self._norms: dict[tuple[int, int], dict[int, Norm]] = {}
+        self._parked: dict[int, dict[int, Reply]] = {chunk: {} for chunk in chunks}
+
+    # What others may ask.
+
+    def workers(self, group: int) -> int:
+        """How many workers the group has."""
+        return self._workers[group]
+
+    def version(self, chunk: int) -> int:
+        """Rounds closed on the chunk by all groups."""
+        return sum(closed[chunk] for closed in self._closed.values())
+
+    def clock(self, group: int, chunk: int) -> int:
+        """The group's clock on the chunk: its closed rounds, level with the slowest where it returned."""
+        return self._closed[group][chunk] + self._lead[group][chunk]
+
+    def closed(self, group: int, chunk: int) -> int:
+        """The last step of the group whose round on the chunk is closed."""
+        return self._closed[group][chunk]
+
+    def last_step(self, group: int, optimizer: int) -> int:
+        """The last step of the group that is closed on every chunk of the optimizer here."""
+        steps = [s for c, s in self._closed[group].items() if self._chunks[c].optimizer == optimizer]
+        return min(steps, default=0)
+
+    def has_left(self, group: int) -> bool:
+        """Whether every worker of the group has left, or the group is gone."""
+        return group not in self._live
+
+    # One message in, actions out.
+
+    def admit(self, event: Event) -> list[Action]:
+        """Take one message; returns what to do, in order. Raises ProtocolError for an impossible one."""
+        match event:
+            case Share():
+                return self._share(event)
+            case Commit():
+                return self._commit(event)
+            case Norm():
+                return self._norm(event)
+            case Pull():
+                return self._pull(event)
+            case Join():
+                return self._join(event)
+            case Leave():
+                return self._leave(event)
+            case Gone():
+                return self._gone(event.group)
+
+    def _share(self, share: Share) -> list[Action]:
+        group, rank, incarnation = share.life
+        if incarnation < self._incarnation[group]:
+            return []  # its commit will never come; Join has settled that life
+        key = (group, rank, share.chunk)
+        closed = self._closed[group][share.chunk]
+        seen_step, numbers = self._seen.get(key, (0, set()))
+        if share.step <= closed:
+            late_superseded = share.step == seen_step and share.number not in numbers
+            torn = self._closed_in[group][share.chunk] < incarnation
+            self.ledger.duplicate += not (late_superseded or torn)
+            numbers.add(share.number)
+            return [Answer(share.chunk, group, rank, closed)]
+        if share.step != closed + 1:
+            raise ProtocolError(
+                f"worker {group}.{rank} pushed chunk {share.chunk} of step {share.step}, "
+                f"but step {closed + 1} comes next"
+            )
+        if seen_step != share.step:
+            numbers = set()
+            self._seen[key] = (share.step, numbers)
+        if share.number in numbers:
+            self.ledger.duplicate += 1
+            return []
+        numbers.add(share.number)
+        if key in self._held and self._held[key].number > share.number:
+            return []
+        self._held[key] = share
+        actions: list[Action] = [*self._return(group), Hold(share)]
+        actions += self._measure(group, self._chunks[share.chunk].optimizer)
+        actions += self._close(group, share.chunk)
+        return actions
+
+    def _commit(self, commit: Commit) -> list[Action]:
+        group, rank, incarnation = commit.life
+        if incarnation < self._incarnation[group]:
+            return []
+        key = (group, commit.optimizer)
+        commits = self._commits.setdefault(key, {})
+        current = next(iter(commits.values())).step if commits else 0
+        if commit.step < current or (rank in commits and commits[rank].step == commit.step):
+            return []  # sent again; the worker asks for what it lacks
+        if commit.step > current:
+            if commits and self.last_step(*key) < current and self._owns(commit.optimizer):
+                raise ProtocolError(
+                    f"worker {group}.{rank} commits step {commit.step} while step {current} is open"
+                )
+            commits.clear()
+        commits[rank] = commit
+        self.ledger.tell(commit.life, commit.total)
+        actions = self._return(group)
+        for chunk, owned in self._chunks.items():
+            if owned.optimizer == commit.optimizer:
+                if self._closed[group][chunk] >= commit.step:  # closed here before its group died
+                    self.ledger.drop(commit.life, "torn", commit.pushed.get(chunk, 0))
+                    actions.append(Answer(chunk, group, rank, self._closed[group][chunk]))
+                else:
+                    actions += self._close(group, chunk)
+        return actions
+
+    def _close(self, group: int, chunk: int) -> list[Action]:
+        """Close the chunk's round if all commits and all counting shares are in."""
+        owned = self._chunks[chunk]
+        commits = self._complete(self._commits.get((group, owned.optimizer), {}), group)
+        if commits is None or self._closed[group][chunk] >= commits[0].step:
+            return []
+        counting = [c for c in commits if c.weight > 0]
+        finite = all(c.finite for c in counting)
+        average = self._average(group, chunk, counting) if finite else None
+        if finite and average is None:
+            return []
+        base = min(
+            (self._held[group, c.life.rank, chunk].base for c in counting if c.counts.get(chunk)), default=0
+        )
+        applies = average is not None and average.ranks
+        staleness = self.version(chunk) - base if applies and not owned.buffer else -1
+        step = commits[0].step
+        self._account(commits, chunk, average)
+        self._closed[group][chunk] = step
+        self._closed_in[group][chunk] = self._incarnation[group]
+        self.rounds += 1
+        self._parked[chunk][group] = Reply(chunk, group, step, not finite, staleness)
+        actions: list[Action] = []
+        if average is not None and average.ranks:
+            actions.append(Apply(average, step, staleness))
+        actions += self._forget(group, chunk)
+        return actions + self._unpark(chunk)
+
+    def _account(self, commits: Iterable[Commit], chunk: int, average: Average | None) -> None:
+        for commit in commits:
+            pushed = commit.pushed.get(chunk, 0)
+            if average is not None and commit.life.rank in average.ranks:
+                self.ledger.apply(commit.life)
+                pushed -= 1
+            elif average is None and commit.counts.get(chunk):
+                self.ledger.drop(commit.life, "non-finite")
+                pushed -= 1
+            self.ledger.drop(commit.life, "superseded", pushed)
+
+    def _average(self, group: int, chunk: int, counting: Iterable[Commit | Norm]) -> Average | None:
+        """How the counting shares combine; None while one is missing."""
+        commits = tuple(counting)
+        sharing = [c for c in commits if c.counts.get(chunk)]
+        for commit in sharing:
+            held = self._held.get((group, commit.life.rank, chunk))
+            if held is None or held.number != commit.counts[chunk]:
+                return None
+        over = sharing if self._chunks[chunk].buffer else commits
+        weights = [c.weight for c in over]
+        total = sum(weights)
+        equal = len(set(weights)) <= 1
+        parts = None if equal else tuple(c.weight / total for c in sharing)
+        touched: set[int] | None = set()
+        for commit in sharing:
+            pieces = commit.touched.get(chunk)
+            touched = None if pieces is None or touched is None else touched | set(pieces)
+        return Average(
+            chunk,
+            group,
+            tuple(c.life.rank for c in sharing),
+            parts,
+            len(over),
+            None if touched is None else tuple(sorted(touched)),
+        )
+
+    def _forget(self, group: int, chunk: int) -> list[Action]:
+        ranks = [rank for g, rank, c in self._held if g == group and c == chunk]
+        for rank in ranks:
+            del self._held[group, rank, chunk]
+        return [Release(group, rank, chunk) for rank in ranks]
+
+    def _norm(self, norm: Norm) -> list[Action]:
+        group, rank, incarnation = norm.life
+        if incarnation < self._incarnation[group]:
+            return []
+        norms = self._norms.setdefault((group, norm.optimizer), {})
+        if norms and next(iter(norms.values())).step < norm.step:
+            norms.clear()
+        again = rank in norms
+        norms[rank] = norm
+        actions = self._measure(group, norm.optimizer)
+        if again and not actions:  # the worker waits: perhaps a share of its own was lost
+            for chunk, number in norm.counts.items():
+                held = self._held.get((group, rank, chunk))
+                if held is None or held.number != number:
+                    actions.append(Ask(group, rank, chunk, norm.step))
+        return actions
+
+    def _measure(self, group: int, optimizer: int) -> list[Action]:
+        """Answer the norm when all workers' questions and all their shares are in."""
+        norms = self._complete(self._norms.get((group, optimizer), {}), group)
+        if norms is None:
+            return []
+        counting = [norm for norm in norms if norm.weight > 0]
+        averages: list[Average] = []
+        if all(norm.finite for norm in counting):
+            for chunk, owned in self._chunks.items():
+                if owned.optimizer == optimizer and not owned.buffer:
+                    average = self._average(group, chunk, counting)
+                    if average is None:
+                        return []
+                    averages.append(average)
+        step = norms[0].step
+        if self.last_step(group, optimizer) >= step:
+            return []
+        finite = all(norm.finite for norm in counting)
+        self._norms[group, optimizer] = {}
+        return [Measure(group, optimizer, step, tuple(averages) if finite else None)]
+
+    def _pull(self, pull: Pull) -> list[Action]:
+        group, rank, _ = pull.life
+        chunk = pull.chunk
+        closed = self._closed[group][chunk]
+        if group in self._parked[chunk]:
+            slowest = min(self.clock(g, chunk) for g in self._live)
+            slow = tuple(g for g in sorted(self._live) if self.clock(g, chunk) == slowest)
+            return [Tell(group, rank, pull.step, (), slow)]
+        if closed >= pull.step:
+            return [Answer(chunk, group, rank, closed)]
+        commits = self._commits.get((group, self._chunks[chunk].optimizer), {})
+        here = {r: c for r, c in commits.items() if c.step == pull.step}
+        if rank not in here:
+            return [Ask(group, rank, -1, pull.step)]
+        missing = [r for r in range(self._workers[group]) if r not in here]
+        for r, commit in here.items():
+            held = self._held.get((group, r, chunk))
+            number = commit.counts.get(chunk, 0)
+            if number and (held is None or held.number != number):
+                missing.append(r)
+        if rank in missing:
+            return [Ask(group, rank, chunk, pull.step)]
+        return [Tell(group, rank, pull.step, tuple(sorted(missing)), ())]
+
+    # Who takes part.
+
+    def _join(self, join: Join) -> list[Action]:
+        group, _, incarnation = join.life
+        if incarnation <= self._incarnation[group]:
+            return []
+        returned = self._incarnation[group] > 0
+        self._incarnation[group] = incarnation
+        actions: list[Action] = []
+        if returned:
+            actions = self._bury(group, incarnation)
+            self._level(group)
+        return actions
+
+    def _bury(self, group: int, incarnation: int) -> list[Action]:
+        """Drop what an older life of the group left unfinished."""
+        actions: list[Action] = []
+        unseen: dict[int, int] = {}
+        for g, rank, chunk in list(self._held):
+            if g == group:
+                _, numbers = self._seen.get((g, rank, chunk), (0, set()))
+                unseen[rank] = unseen.get(rank, 0) + len(numbers)
+                actions += self._forget(group, chunk)
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] != group}
+        for rank in range(self._workers[group]):
+            self.ledger.settle(Life(group, rank, incarnation - 1), "dead", unseen.get(rank, 0))
+        self._commits = {key: said for key, said in self._commits.items() if key[0] != group}
+        self._norms = {key: said for key, said in self._norms.items() if key[0] != group}
+        for parked in self._parked.values():
+            parked.pop(group, None)
+        return actions
+
+    def _return(self, group: int) -> list[Action]:
+        """A group that had left pushes again: it takes part from now on, level with the slowest."""
+        self._left[group].clear()
+        if group in self._live:
+            return []
+        self._level(group)
+        return [Returned(group)]
+
+    def _level(self, group: int) -> None:
+        others = self._live - {group}
+        for chunk in self._chunks:
+            if others:
+                slowest = min(self.clock(other, chunk) for other in others)
+                self._lead[group][chunk] = slowest - self._closed[group][chunk]
+        self._live.add(group)
+
+    def _leave(self, leave: Leave) -> list[Action]:
+        group, rank, incarnation = leave.life
+        if incarnation < self._incarnation[group] or rank in self._left[group]:
+            return []
+        self.ledger.tell(leave.life, leave.total)
+        self.ledger.settle(leave.life)
+        self._left[group].add(rank)
+        if len(self._left[group]) < self._workers[group]:
+            return []
+        forgotten = [a for chunk in self._chunks for a in self._forget(group, chunk)]
+        return [*forgotten, *self._gone(group)]
+
+    def _gone(self, group: int) -> list[Action]:
+        self._live.discard(group)
+        released = [action for chunk in self._chunks for action in self._unpark(chunk)]
+        return [*released, Left(group)]
+
+    # Parking.
+
+    def _unpark(self, chunk: int) -> list[Action]:
+        """Replies on the chunk that `max_delay` lets go."""
+        parked = self._parked[chunk]
+        if not parked:
+            return []
+        slowest = min((self.clock(group, chunk) for group in self._live), default=None)
+        ready = [
+            group
+            for group in parked
+            if self._max_delay is None
+            or slowest is None
+            or self.clock(group, chunk) - slowest <= self._max_delay
+        ]
+        return [parked.pop(group) for group in ready]
+
+    def _complete(self, said: Mapping[int, _Said], group: int) -> tuple[_Said, ...] | None:
+        """All workers' messages in the order of ranks, or None while one is missing."""
+        if len(said) < self._workers[group]:
+            return None
+        return tuple(said[rank] for rank in sorted(said))
+
+    def _owns(self, optimizer: int) -> bool:
+        return any(owned.optimizer == optimizer for owned in self._chunks.values())

@@ -1,0 +1,122 @@
+"""The command line: ``shoal run``, ``shoal validate``.
+
+Nothing here imports torch, so that a mistake is told, and the fork server started, at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal import __version__, topology
+from shoal.config import Config, load
+from shoal.errors import ConfigError, Mistake
+from shoal.launch import CONFIGURATION
+from shoal.rundir import RunDir, taken
+
+app = typer.Typer(
+    help="Trains PyTorch models on groups of workers and parameter servers.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any field by its dotted name; may be given again."),
+]
+
+
+def main() -> None:
+    """The command ``shoal``. Exit status: 0 finished, 1 failed, 2 configuration, 3 stopped in good order."""
+    try:
+        app()
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        raise SystemExit(CONFIGURATION) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shoal {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Trains PyTorch models on groups of workers and parameter servers."""
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    }
+)
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="The training script; what follows it is the script's.")],
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="A preset, or a file with a cluster block.")
+    ],
+    settings: Settings = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The run's directory; must not exist.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same as --set seed=N.")] = None,
+    allow_optimizer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:CLASS", help="A class that servers may run besides torch.optim's."),
+    ] = None,
+) -> None:
+    """Trains a script on this machine."""
+    overrides = [*(settings or ()), *([f"seed={seed}"] if seed is not None else ())]
+    config = _checked(cluster, overrides, script, run_dir, allow_optimizer or [])
+    from shoal.launch.local import Job, launch
+
+    directory = RunDir.create(run_dir or _directory(config))
+    raise typer.Exit(launch(Job(config, script, tuple(context.args), directory)))
+
+
+@app.command()
+def validate(
+    conf: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A preset, or a file.")],
+    settings: Settings = None,
+) -> None:
+    """Says what a configuration amounts to: framework, processes, who talks to whom."""
+    config = load(conf, settings or ())
+    typer.echo(topology.describe(topology.Topology.of(config.cluster)))
+
+
+def _checked(
+    cluster: str, overrides: list[str], script: str, run_dir: Path | None, optimizers: list[str]
+) -> Config:
+    """The configuration of a run, after all that can be wrong before it starts has been looked at."""
+    mistakes = []
+    config = None
+    try:
+        config = load(cluster, overrides)
+    except ConfigError as error:
+        mistakes += error.mistakes
+    if not Path(script).is_file():
+        mistakes.append(Mistake("script", script, "must be a Python file"))
+    if run_dir and run_dir.exists():
+        mistakes.append(taken(run_dir))
+    for name in optimizers:
+        if not re.fullmatch(r"[\w.]+:\w+", name):
+            mistakes.append(Mistake("--allow-optimizer", name, "must be MODULE:CLASS"))
+    if config is None or mistakes:
+        raise ConfigError(mistakes)
+    return config.model_copy(update={"allow_optimizers": (*config.allow_optimizers, *optimizers)})
+
+
+def _directory(config: Config) -> Path:
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    return Path(config.cluster.workspace or ".") / "runs" / name

@@ -1,0 +1,414 @@
+"""A worker's half of a step on the wire: begin_step, share, commit, wait, close."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shoal import errors
+from shoal.config import Timeouts
+from shoal.errors import PeerFailed, ShoalError, Stopped, WaitTimeout
+from shoal.parameters import as_bytes, checked
+from shoal.partition import Chunk, Plan
+from shoal.topology import Member, Topology
+from shoal.transport import Post, Token
+from shoal.updater import Settings
+from shoal.wire import (
+    Commit,
+    Frame,
+    Hello,
+    Init,
+    Kind,
+    Leave,
+    Message,
+    Missing,
+    Norm,
+    NormAnswer,
+    Refuse,
+    State,
+    Values,
+    Welcome,
+)
+
+SLICE = 0.2  # seconds of waiting between two looks at timeouts and at who else may have failed
+ASKED = 16  # chunks that one round of asking asks for
+
+
+@dataclass
+class Decision:
+    """What a worker decided about a step of an optimizer; fields as in wire.Commit."""
+
+    counts: set[int]
+    touched: dict[int, tuple[int, ...]]
+    weight: float
+    finite: bool = True
+    scale: float = 1.0
+    clip: float = 1.0
+    settings: Settings | None = None
+    cursor: tuple[int, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What came back for a step.
+
+    Attributes:
+        values: chunk → new values (flat), or None where they did not change.
+        skipped: the group skipped the step because a gradient was not finite.
+        staleness: the largest of the step's rounds, in versions.
+        settings: the group's hyperparameters, where this worker's differed.
+    """
+
+    values: dict[int, Tensor | None] = field(default_factory=dict)
+    skipped: bool = False
+    staleness: int = 0
+    settings: Settings | None = None
+
+
+@dataclass
+class _Wait:
+    """What a wait is for: the chunks, peers or answers still missing."""
+
+    what: str
+    timeout: str
+    optimizer: int = 0
+    step: int = 0
+    chunks: set[int] = field(default_factory=set)
+    present: bool = False
+    peers: set[str] = field(default_factory=set)
+    outcome: Outcome = field(default_factory=Outcome)
+    norms: dict[str, float] = field(default_factory=dict)
+    differs: bool = False
+    steps: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    blamed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    again: Callable[[str], None] | None = None
+
+
+class Exchange:
+    """One worker's exchange with the servers of its group.
+
+    Args:
+        post: its letters.
+        plan: what is exchanged.
+        check: called while waiting; raises when something else in this process has failed.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        topology: Topology,
+        post: Post,
+        plan: Plan,
+        timeouts: Timeouts,
+        check: Callable[[], None],
+    ) -> None:
+        self.member = member
+        self.plan = plan
+        self.resent = 0
+        self.steps: Counter[int] = Counter()
+        self.version: Counter[int] = Counter()
+        self._post, self._timeouts, self._check = post, timeouts, check
+        post.plan = plan.digest
+        self._servers = [server.name for server in topology.servers_of(member)]
+        self._numbers: Counter[int] = Counter()
+        self._slots: dict[int, Tensor] = {}
+        self._tokens: dict[int, Token] = {}
+        self._totals: Counter[str] = Counter()
+        self._commits: dict[tuple[str, int], Commit] = {}
+        self._handlers: dict[Kind, Callable[[Message, _Wait], None]] = {
+            Kind.WELCOME: self._welcome,
+            Kind.VALUES: self._values,
+            Kind.NORM: self._norm,
+            Kind.PULL: self._send_again,
+            Kind.HEARTBEAT: self._missing,
+            Kind.LEAVE: self._leave,
+            Kind.REFUSE: self._refuse,
+            Kind.STOP: self._stop,
+        }
+
+    @property
+    def pushed(self) -> int:
+        """Shares pushed so far, however often they were sent."""
+        return self._totals.total()
+
+    @property
+    def traffic(self) -> Counter[str]:
+        """Payload bytes sent so far, by receiver."""
+        return self._post.endpoint.traffic
+
+    def server_of(self, chunk: int) -> str:
+        """The name of the server that owns a chunk."""
+        return self._servers[self.plan.chunks[chunk].server]
+
+    # The start.
+
+    def join(
+        self, hello: Hello, start: Mapping[int, tuple[list[State], list[Frame]]]
+    ) -> tuple[Outcome, bool]:
+        """Greet the servers, hand them the start (worker 0.0 only), take the common one.
+
+        Returns:
+            the values of all chunks, and whether this worker's own start was another.
+        """
+        for server in self._servers:
+            self._post.send(server, Kind.HELLO, hello)
+        for chunk, (entries, frames) in start.items():
+            self._post.send(self.server_of(chunk), Kind.INIT, Init(tuple(entries)), frames, chunk=chunk)
+        wait = _Wait("the servers' welcome", "start", peers=set(self._servers))
+        self._until(wait, lambda: not wait.peers)
+        for steps in wait.steps.values():
+            for optimizer, step in enumerate(steps):
+                known = self.steps.get(optimizer, step)
+                self.steps[optimizer] = min(known, step)
+        return self.pull(), wait.differs
+
+    # One step.
+
+    def begin_step(self, optimizer: int) -> int:
+        """Start the next step of an optimizer; returns its number, counted from 1."""
+        for chunk in self.chunks_of(optimizer):
+            self._numbers[chunk.number] = 0
+        return self.steps[optimizer] + 1
+
+    def chunks_of(self, optimizer: int) -> Iterable[Chunk]:
+        """The chunks that belong to an optimizer."""
+        return (chunk for chunk in self.plan.chunks if chunk.optimizer == optimizer)
+
+    def share(self, chunk: Chunk, slot: Tensor) -> None:
+        """Push the gradient in the slot; the slot belongs to the wire until the chunk's values arrive."""
+        number = chunk.number
+        self._numbers[number] += 1
+        self._totals[self.server_of(number)] += 1
+        self._slots[number] = slot
+        self._send_share(chunk)
+
+    def _send_share(self, chunk: Chunk) -> None:
+        number = chunk.number
+        self._tokens[number] = self._post.send(
+            self.server_of(number),
+            Kind.SHARE,
+            frames=[as_bytes(self._slots[number])],
+            group=self.member.group,
+            step=self.steps[chunk.optimizer] + 1,
+            number=self._numbers[number],
+            chunk=number,
+            base=self.version[number],
+            dtype=chunk.dtype,
+        )
+
+    def reclaim(self, chunk: Chunk) -> None:
+        """Wait until the wire has sent what the slot holds, so that it may be written to again."""
+        token, seconds = self._tokens.pop(chunk.number, None), self._timeouts.values
+        if token is not None and not token.wait(seconds):
+            raise WaitTimeout(
+                f"waited {seconds:g} s (timeouts.values) for {self.server_of(chunk.number)} to take the first "
+                f"share of chunk {chunk.number}",
+                member=self.member.name,
+                step=self.steps[chunk.optimizer] + 1,
+            )
+
+    def norm(self, optimizer: int, decision: Decision) -> float:
+        """The norm of the group's averaged gradient (float64), nan where a worker's is not finite."""
+        step = self.steps[optimizer] + 1
+        owned = self._by_server(optimizer)
+
+        def ask(server: str) -> None:
+            numbers = {c: self._numbers[c] for c in owned[server] & decision.counts}
+            touched = {c: t for c, t in decision.touched.items() if c in owned[server]}
+            body = Norm(optimizer, numbers, touched, decision.weight, decision.finite, decision.scale)
+            self._post.send(server, Kind.NORM, body, group=self.member.group, step=step)
+
+        wait = _Wait("the norm of the group's gradient", "values", optimizer, step, again=ask)
+        self._send_and_wait(wait)
+        squared = sum(wait.norms[server] for server in self._servers)
+        return float(squared**0.5) / decision.scale if squared == squared else squared
+
+    def commit(self, optimizer: int, decision: Decision) -> None:
+        """Tell every server of the group what this step is."""
+        for position, (server, chunks) in enumerate(self._by_server(optimizer).items()):
+            body = Commit(
+                optimizer,
+                {c: self._numbers[c] for c in chunks if self._numbers[c]},
+                tuple(sorted(chunks & decision.counts)),
+                {c: t for c, t in decision.touched.items() if c in chunks},
+                decision.weight,
+                decision.finite,
+                decision.scale,
+                decision.clip,
+                self._totals[server],
+                decision.settings,
+                decision.cursor if position == 0 else (),
+            )
+            self._commits[server, optimizer] = body
+            self._send_commit(server, optimizer)
+
+    def _send_commit(self, server: str, optimizer: int) -> None:
+        body, step = self._commits[server, optimizer], self.steps[optimizer] + 1
+        self._post.send(server, Kind.COMMIT, body, group=self.member.group, step=step)
+
+    def wait(self, optimizer: int) -> Outcome:
+        """Wait for the new values of all chunks of the optimizer; the step is then over."""
+        step = self.steps[optimizer] + 1
+        chunks = {chunk.number for chunk in self.chunks_of(optimizer)}
+        wait = _Wait("new values", "values", optimizer, step, chunks)
+        self._until(wait, lambda: not wait.chunks)
+        self.steps[optimizer] = step
+        return wait.outcome
+
+    def _by_server(self, optimizer: int) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {server: set() for server in self._servers}
+        for chunk in self.chunks_of(optimizer):
+            found[self.server_of(chunk.number)].add(chunk.number)
+        return found
+
+    # Between steps, and the end.
+
+    def pull(self, present: bool = False) -> Outcome:
+        """All chunks' values: the group's own, or the server group's present ones."""
+        for server in self._servers:
+            self._post.send(server, Kind.PULL, number=int(present), group=self.member.group)
+        chunks = {chunk.number for chunk in self.plan.chunks}
+        wait = _Wait("all values", "values", chunks=chunks, present=present)
+        self._until(wait, lambda: not wait.chunks)
+        return wait.outcome
+
+    def leave(self) -> None:
+        """Say that this worker's loop has ended; others no longer wait for it."""
+        for server in self._servers:
+            self._send_leave(server)
+
+    def _send_leave(self, server: str) -> None:
+        self._post.send(server, Kind.LEAVE, Leave(self._totals[server]), group=self.member.group)
+
+    def settle(self) -> None:
+        """After leave(): wait until all groups have left and their updates are everywhere."""
+        wait = _Wait("the other groups to finish and the last sync", "finish", peers=set(self._servers))
+        wait.again = self._send_leave
+        self._until(wait, lambda: not wait.peers)
+
+    def close(self) -> None:
+        """Say goodbye; servers end when all of their workers have."""
+        for server in self._servers:
+            self._post.send(server, Kind.STOP)
+        self._post.endpoint.close()
+
+    # Waiting.
+
+    def _send_and_wait(self, wait: _Wait) -> None:
+        """Ask every server, and again after a while, until all have answered."""
+        wait.peers = set(self._servers)
+        for server in self._servers:
+            if wait.again is not None:
+                wait.again(server)
+        self._until(wait, lambda: not wait.peers)
+
+    def _until(self, wait: _Wait, done: Callable[[], bool]) -> None:
+        """Handle messages until `done`; asks after a while, gives up after the named timeout."""
+        limit: float = getattr(self._timeouts, wait.timeout)
+        heard = asked = time.monotonic()
+        while not done():
+            message = self._post.receive(min(SLICE, self._timeouts.ask))
+            now = time.monotonic()
+            if message is not None:
+                self._handlers.get(message.header.kind, self._unexpected)(message, wait)
+                if message.header.kind is not Kind.HEARTBEAT:
+                    heard = now
+                continue
+            self._check()
+            if now - asked >= self._timeouts.ask:
+                asked = now
+                self._ask(wait)
+            if now - heard >= limit:
+                raise self._timed_out(wait, limit)
+
+    def _ask(self, wait: _Wait) -> None:
+        for server in sorted(wait.peers):
+            if wait.again is not None:
+                wait.again(server)
+        for chunk in sorted(wait.chunks)[:ASKED]:
+            self._post.send(
+                self.server_of(chunk),
+                Kind.PULL,
+                group=self.member.group,
+                chunk=chunk,
+                step=wait.step,
+                number=int(wait.present),
+            )
+
+    def _timed_out(self, wait: _Wait, limit: float) -> WaitTimeout:
+        servers = sorted(wait.peers | {self.server_of(chunk) for chunk in wait.chunks})
+        which = [f"{server}, which waits for {', '.join(wait.blamed[server])}" for server in wait.blamed]
+        chunk = min(wait.chunks, default=None)
+        version = f" (chunk {chunk}, version {self.version[chunk]})" if chunk is not None else ""
+        return WaitTimeout(
+            f"waited {limit:g} s (timeouts.{wait.timeout}) for {wait.what} from "
+            f"{'; '.join(which) or ', '.join(servers)}{version}",
+            member=self.member.name,
+            step=wait.step or None,
+            remedy=f"see the logs of those members; raise timeouts.{wait.timeout} if they are only slow",
+        )
+
+    # What may arrive meanwhile.
+
+    def _welcome(self, message: Message, wait: _Wait) -> None:
+        body = message.body(Welcome)
+        wait.peers.discard(message.header.sender)
+        wait.steps[message.header.sender] = body.steps
+        wait.differs |= body.differs
+
+    def _values(self, message: Message, wait: _Wait) -> None:
+        header = message.header
+        stale = wait.step and header.step != wait.step
+        if header.chunk not in wait.chunks or stale or bool(header.number) != wait.present:
+            return  # answered twice
+        chunk, body = self.plan.chunks[header.chunk], message.body(Values)
+        outcome = wait.outcome
+        outcome.values[chunk.number] = (
+            checked(message.frames, chunk, header.sender) if message.frames else None
+        )
+        outcome.skipped |= body.skipped
+        outcome.staleness = max(outcome.staleness, body.staleness)
+        outcome.settings = body.settings or outcome.settings
+        if not wait.present:
+            self.version[chunk.number] = header.version
+        wait.chunks.discard(chunk.number)
+
+    def _norm(self, message: Message, wait: _Wait) -> None:
+        if message.header.step == wait.step:
+            wait.norms[message.header.sender] = message.body(NormAnswer).squared
+            wait.peers.discard(message.header.sender)
+
+    def _send_again(self, message: Message, wait: _Wait) -> None:
+        header = message.header
+        if header.step != wait.step:
+            return
+        if header.chunk < 0:
+            self._send_commit(header.sender, wait.optimizer)
+        else:
+            self.resent += 1
+            self._send_share(self.plan.chunks[header.chunk])
+
+    def _missing(self, message: Message, wait: _Wait) -> None:
+        wait.blamed[message.header.sender] = message.body(Missing).members
+
+    def _leave(self, message: Message, wait: _Wait) -> None:
+        wait.peers.discard(message.header.sender)
+
+    def _refuse(self, message: Message, wait: _Wait) -> None:
+        body = message.body(Refuse)
+        kind = getattr(errors, body.error, PeerFailed)
+        if not (isinstance(kind, type) and issubclass(kind, ShoalError)):
+            kind = PeerFailed
+        raise kind(body.what, member=self.member.name, step=wait.step or None)
+
+    def _stop(self, message: Message, wait: _Wait) -> None:
+        raise Stopped
+
+    def _unexpected(self, message: Message, wait: _Wait) -> None:
+        raise errors.ProtocolError(
+            f"{message.header.sender} sent a {message.header.kind.name.lower()}, which no worker expects"
+        )

@@ -1,0 +1,239 @@
+"""A model as the plan sees it: names, flat bytes, slots."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ProtocolError, UsageError
+from shoal.partition import Buffer, Chunk, Parameter, Plan
+from shoal.wire import Frame
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 → "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def from_bytes(frame: Frame, dtype: str) -> Tensor:
+    """A flat tensor over a received frame, without a copy."""
+    kind: torch.dtype = getattr(torch, dtype)
+    if memoryview(frame).nbytes == 0:
+        return torch.empty(0, dtype=kind)
+    if isinstance(frame, bytes):
+        frame = bytearray(frame)  # torch refuses to wrap memory that must not be written to
+    return torch.frombuffer(frame, dtype=kind)
+
+
+def checked(frames: Sequence[Frame], chunk: Chunk, sender: str) -> Tensor:
+    """The one raw frame of a message about a chunk, its size checked against the plan."""
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    if sizes != [chunk.nbytes]:
+        raise ProtocolError(
+            f"{sender} sent frames of {sizes} bytes for chunk {chunk.number}, not {chunk.nbytes}"
+        )
+    return from_bytes(frames[0], chunk.dtype)
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A checksum of a tensor's bytes (CRC-32)."""
+    return zlib.crc32(as_bytes(tensor.detach().contiguous().cpu()))
+
+
+class BufferAt(NamedTuple):
+    """Where a buffer lives; looked up anew each time, because modules may replace the tensor."""
+
+    module: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The buffer as it is now."""
+        return self.module._buffers[self.key]  # type: ignore[return-value]
+
+
+class Described(NamedTuple):
+    """Models and optimizers as the plan's input, beside the tensors it is about."""
+
+    parameters: tuple[Parameter, ...]
+    tensors: tuple[Tensor, ...]
+    buffers: tuple[Buffer, ...]
+    places: tuple[BufferAt, ...]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def named_models(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Each model with the prefix of its names: none for a single model, "0.", "1.", … for several."""
+    for position, model in enumerate(models):
+        yield (f"{position}." if len(models) > 1 else ""), model
+
+
+def describe(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], whole: Sequence[bool]
+) -> Described:
+    """List what the optimizers train and the models carry along, in the order of the models.
+
+    Args:
+        whole: for each optimizer, whether it must see whole parameters.
+
+    Raises:
+        UsageError: for a parameter in two optimizers, a sparse or uninitialised one, or none at all.
+    """
+    owners = _owners(optimizers)
+    names: dict[Tensor, str] = {}
+    for prefix, model in named_models(models):
+        for name, parameter in model.named_parameters():
+            names.setdefault(parameter, prefix + plain_name(name))
+    ordered = [t for t in names if t in owners] + [t for t in owners if t not in names]
+    if not any(t.requires_grad and t.numel() for t in ordered):
+        raise UsageError(
+            "the optimizers have no parameter to train",
+            remedy="prepare the optimizer that holds the model's parameters, and let them require gradients",
+        )
+    for count, tensor in enumerate(owners):
+        if tensor not in names:
+            names[tensor] = f"optimizer.{count}"
+    parameters = []
+    for tensor in ordered:
+        if nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"{names[tensor]} has no shape yet",
+                remedy="run one forward pass before prepare() to materialise it",
+            )
+        optimizer, settings = owners[tensor]
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        parameters.append(Parameter(names[tensor], shape, dtype, optimizer, settings, whole[optimizer]))
+    buffers, places = _buffers(models, owners)
+    return Described(tuple(parameters), tuple(ordered), buffers, places)
+
+
+def _owners(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, tuple[int, int]]:
+    """Parameter → (optimizer, param group)."""
+    owners: dict[Tensor, tuple[int, int]] = {}
+    for number, optimizer in enumerate(optimizers):
+        for settings, group in enumerate(optimizer.param_groups):
+            for tensor in group["params"]:
+                if owners.setdefault(tensor, (number, settings))[0] != number:
+                    raise UsageError(
+                        f"a parameter of shape {tuple(tensor.shape)} is in two optimizers",
+                        remedy="give each parameter to one optimizer",
+                    )
+    return owners
+
+
+def _buffers(
+    models: Sequence[nn.Module], owners: dict[Tensor, tuple[int, int]]
+) -> tuple[tuple[Buffer, ...], tuple[BufferAt, ...]]:
+    """Every buffer once; it travels with the optimizer of its model's first parameter."""
+    buffers, places, seen = [], [], set()
+    for prefix, model in named_models(models):
+        optimizer = next((owners[p][0] for p in model.parameters() if p in owners), 0)
+        for path, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is None or buffer in seen:
+                    continue
+                seen.add(buffer)
+                name = prefix + plain_name(f"{path}.{key}" if path else key)
+                buffers.append(Buffer(name, tuple(buffer.shape), dtype_name(buffer.dtype), optimizer))
+                places.append(BufferAt(module, key))
+    return tuple(buffers), tuple(places)
+
+
+class Replica:
+    """A worker's copy of the model, and one slot per chunk.
+
+    A slot takes a chunk's gradient from the hook, the only copy there; then it belongs to the wire until the
+    chunk's new values arrive.
+    """
+
+    def __init__(self, plan: Plan, tensors: Sequence[Tensor], places: Sequence[BufferAt]) -> None:
+        self.plan = plan
+        self.tensors = tuple(tensors)
+        self.places = tuple(places)
+        self.slots = tuple(torch.zeros(c.size, dtype=getattr(torch, c.dtype)) for c in plan.chunks)
+
+    def piece(self, chunk: Chunk, index: int) -> Tensor:
+        """The slot's part for one piece of the chunk, flat."""
+        piece = chunk.pieces[index]
+        return self.slots[chunk.number][piece.at : piece.at + piece.stop - piece.start]
+
+    def fill(self, chunk: Chunk, index: int, gradient: Tensor | None) -> None:
+        """Copy a gradient (shape of the parameter) into the slot; None fills with zeros."""
+        slot, piece = self.piece(chunk, index), chunk.pieces[index]
+        if gradient is None:
+            slot.zero_()
+        else:
+            slot.copy_(gradient.detach().reshape(-1)[piece.start : piece.stop])
+
+    def read(self, chunk: Chunk) -> Tensor:
+        """The chunk's present values in this copy, flat, on the CPU."""
+        if chunk.buffer is not None:
+            return self.places[chunk.buffer].tensor.detach().reshape(-1).cpu().clone()
+        return torch.cat(
+            [self.tensors[p.parameter].detach().reshape(-1)[p.start : p.stop].cpu() for p in chunk.pieces]
+        )
+
+    @torch.no_grad()
+    def install(self, chunk: Chunk, values: Tensor, into: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Write a chunk's values (flat) into the model, or into other tensors given for the model's."""
+        if chunk.buffer is not None:
+            target = self.places[chunk.buffer].tensor
+            target = into[target] if into else target
+            target.copy_(values.view(target.shape))
+            return
+        for piece in chunk.pieces:
+            tensor = self.tensors[piece.parameter]
+            tensor = into[tensor] if into else tensor
+            part = values[piece.at : piece.at + piece.stop - piece.start]
+            if piece.stop - piece.start == tensor.numel():
+                tensor.copy_(part.view(tensor.shape))
+            elif tensor.is_contiguous():
+                tensor.view(-1)[piece.start : piece.stop].copy_(part)
+            else:  # a strided parameter has no flat view to write through
+                flat = tensor.reshape(-1)
+                flat[piece.start : piece.stop] = part.to(flat.device)
+                tensor.copy_(flat.view(tensor.shape))
+
+    def build(self, values: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
+        """Copies of the model's tensors that hold other values (chunk → flat); the model stays as it is."""
+        ours = [*self.tensors, *(place.tensor for place in self.places)]
+        copies = {tensor: tensor.detach().clone() for tensor in ours}
+        for number, flat in values.items():
+            self.install(self.plan.chunks[number], flat, copies)
+        return copies
+
+    def snapshot(self) -> dict[int, Tensor]:
+        """A copy of all chunks' values, to be installed again later."""
+        return {chunk.number: self.read(chunk) for chunk in self.plan.chunks}
+
+    def checksum(self) -> int:
+        """A checksum of all values, to compare two workers' starts."""
+        value = 0
+        for chunk in self.plan.chunks:
+            value = zlib.crc32(as_bytes(self.read(chunk)), value)
+        return value
+
+
+def pieces_of(chunks: Iterable[Chunk], parameters: int) -> list[list[tuple[Chunk, int]]]:
+    """For each parameter, the chunks it lies in, with the index of its piece there."""
+    found: list[list[tuple[Chunk, int]]] = [[] for _ in range(parameters)]
+    for chunk in chunks:
+        for index, piece in enumerate(chunk.pieces):
+            found[piece.parameter].append((chunk, index))
+    return found

@@ -1,0 +1,97 @@
+"""The balanced slicer: every server about the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shoal.partition.plan import ATOM, ITEMSIZE, Parameter, Slice
+
+
+def slices(parameters: Sequence[Parameter], servers: int, groups: int) -> list[Slice]:
+    """The slices, in the order of parameters; ``make_plan`` says how even they are."""
+    loads = [0] * servers  # bytes
+    placed = _place_whole(parameters, loads) + _pour(parameters, loads)
+    joined = _joined(sorted(placed, key=_place))
+    shards = ([s for s in joined if s.server == server] for server in range(servers))
+    return sorted((s for shard in shards for s in _with_masters(parameters, shard, groups)), key=_place)
+
+
+def _place(s: Slice) -> tuple[int, int]:
+    return s.parameter, s.start
+
+
+def _joined(placed: Sequence[Slice]) -> list[Slice]:
+    """Neighbours on one server become one slice."""
+    joined: list[Slice] = []
+    for s in placed:
+        if joined and (joined[-1].parameter, joined[-1].server) == (s.parameter, s.server):
+            s = replace(joined.pop(), stop=s.stop)
+        joined.append(s)
+    return joined
+
+
+def _place_whole(parameters: Sequence[Parameter], loads: list[int]) -> list[Slice]:
+    """The largest first, each on the least loaded server. ``loads`` (bytes) is brought up to date."""
+    whole = [index for index, parameter in enumerate(parameters) if parameter.whole and parameter.numel]
+    whole.sort(key=lambda index: -parameters[index].nbytes)
+    return [_on_least(parameters, loads, index, 0, parameters[index].numel) for index in whole]
+
+
+def _on_least(parameters: Sequence[Parameter], loads: list[int], index: int, start: int, stop: int) -> Slice:
+    server = loads.index(min(loads))
+    loads[server] += (stop - start) * ITEMSIZE[parameters[index].dtype]
+    return Slice(index, start, stop, server, 0)
+
+
+def _pour(parameters: Sequence[Parameter], loads: list[int]) -> list[Slice]:
+    """Fills one server after the other up to their common level with the parameters that may be cut.
+
+    The atoms that would rise above the level are dealt at the end, each to the least loaded server.
+    """
+    level = _level(loads, sum(parameter.nbytes for parameter in parameters if not parameter.whole))
+    poured: list[Slice] = []
+    above: list[tuple[int, int, int]] = []
+    server, last = 0, len(loads) - 1
+    for index, parameter in enumerate(parameters):
+        itemsize, stop = ITEMSIZE[parameter.dtype], 0 if parameter.whole else parameter.numel
+        start = 0
+        while start < stop:
+            while server < last and loads[server] >= level:
+                server += 1
+            fits = (level - loads[server]) // itemsize
+            taken = stop - start if fits >= stop - start else fits // ATOM * ATOM
+            if taken > 0:
+                poured.append(Slice(index, start, start + taken, server, 0))
+                loads[server] += taken * itemsize
+                start += taken
+            else:
+                above.append((index, start, min(start + ATOM, stop)))
+                start, server = above[-1][2], min(server + 1, last)
+    return poured + [_on_least(parameters, loads, *atom) for atom in above]
+
+
+def _level(loads: Sequence[int], volume: int) -> int:
+    """How high (bytes) a volume poured over these loads stands, rounded down."""
+    ordered = sorted(loads)
+    levels = ((volume + sum(ordered[:count])) // count for count in range(len(loads), 0, -1))
+    tops = reversed(ordered)
+    return next(level for level, top in zip(levels, tops, strict=True) if level >= top)
+
+
+def _with_masters(parameters: Sequence[Parameter], shard: Sequence[Slice], groups: int) -> Iterator[Slice]:
+    """Divides one server's shard into consecutive parts of about equal bytes, one per server group."""
+    total = sum((s.stop - s.start) * ITEMSIZE[parameters[s.parameter].dtype] for s in shard)
+    master = done = 0
+    for s in shard:
+        parameter, start = parameters[s.parameter], s.start
+        itemsize, atom = ITEMSIZE[parameter.dtype], s.stop - s.start if parameter.whole else ATOM
+        while start < s.stop:
+            room = (total * (master + 1) // groups - done) // itemsize
+            nearest = (2 * room + atom) // (2 * atom) * atom
+            taken = s.stop - start if room >= s.stop - start else min(nearest, s.stop - start)
+            if taken <= 0:
+                master += 1
+                continue
+            yield Slice(s.parameter, start, start + taken, s.server, master)
+            start, done = start + taken, done + taken * itemsize

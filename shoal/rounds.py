@@ -1,0 +1,275 @@
+"""What a server does with shares: admit → apply → reply."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shoal import acts
+from shoal.acts import Action
+from shoal.admission import Admission
+from shoal.errors import ProtocolError
+from shoal.ledger import Life
+from shoal.parameters import as_bytes, checked
+from shoal.partition import Chunk, Plan
+from shoal.shard import Shard, average, merge, squared_norm
+from shoal.sync import Sync
+from shoal.topology import Member
+from shoal.transport import Post
+from shoal.updater import Settings
+from shoal.wire import Commit, Kind, Message, Missing, Norm, NormAnswer, Values
+
+
+class Snapshot:
+    """The bytes of a chunk that every worker of a group gets for a step.
+
+    Attributes:
+        revision: lsn of the chunk's last change when it was taken.
+        news: whether the group has not been sent these bytes before.
+    """
+
+    def __init__(self, reply: acts.Reply, version: int, revision: int, values: Tensor, news: bool) -> None:
+        self.reply, self.version, self.revision = reply, version, revision
+        self.values, self.news = values, news
+
+
+class Rounds:
+    """The rounds of one server, from messages to updates and replies.
+
+    Args:
+        alone: one worker group, and no other server group: the shard itself may then be sent, because
+            nothing changes it before every worker has it.
+        left: called with a group when all of its workers have left.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shard: Shard,
+        admission: Admission,
+        sync: Sync,
+        post: Post,
+        settings: tuple[Settings, ...],
+        *,
+        alone: bool,
+        left: Callable[[int], None],
+    ) -> None:
+        self.admission, self.shard, self.sync = admission, shard, sync
+        self.staleness: Counter[int] = Counter()
+        self.cursors: dict[str, tuple[int, ...]] = {}
+        self._plan, self._post, self._left, self._alone = plan, post, left, alone
+        self._start = settings
+        self._payloads: dict[tuple[int, int, int], Tensor] = {}
+        self._commits: dict[tuple[int, int], dict[int, Commit]] = {}
+        self._settings: dict[tuple[int, int], Settings] = {}
+        self._snapshots: dict[tuple[int, int], Snapshot] = {}
+        self._norms: dict[tuple[int, int], tuple[int, float]] = {}
+
+    # One handler per kind of message.
+
+    def share(self, message: Message) -> None:
+        """A worker's gradient of a chunk arrived."""
+        header, chunk = message.header, self._chunk(message)
+        payload = checked(message.frames, chunk, header.sender)
+        share = acts.Share(life_of(message), chunk.number, header.step, header.number, header.base)
+        for action in self.admission.admit(share):
+            if isinstance(action, acts.Hold):
+                self._payloads[share.life.group, share.life.rank, chunk.number] = payload
+            else:
+                self.do(action)
+
+    def commit(self, message: Message) -> None:
+        """A worker's word about a step arrived."""
+        body, life = message.body(Commit), life_of(message)
+        commits = self._commits.setdefault((life.group, body.optimizer), {})
+        self._take_settings(life, body)
+        commits[life.rank] = body
+        if body.cursor:
+            self.cursors[message.header.sender] = body.cursor
+        self._admit(
+            acts.Commit(
+                life,
+                body.optimizer,
+                message.header.step,
+                body.pushed,
+                {chunk: body.pushed[chunk] for chunk in body.counts},
+                body.touched,
+                body.weight,
+                body.finite,
+                body.total,
+            )
+        )
+
+    def norm(self, message: Message) -> None:
+        """A worker asks for the norm of its group's averaged gradient."""
+        body, life, step = message.body(Norm), life_of(message), message.header.step
+        known_step, squared = self._norms.get((life.group, body.optimizer), (0, 0.0))
+        if known_step == step:  # asked again, because the answer was lost
+            self._post.send(message.header.sender, Kind.NORM, NormAnswer(body.optimizer, squared), step=step)
+            return
+        question = acts.Norm(life, body.optimizer, step, body.numbers, body.touched, body.weight, body.finite)
+        self._admit(question)
+
+    def pull(self, message: Message) -> None:
+        """A worker asks for values: its group's (step given), or the present ones (number 1)."""
+        header = message.header
+        for chunk in self.shard.chunks if header.chunk < 0 else (self._chunk(message),):
+            if header.number:
+                values = self.shard.values(chunk.number).clone()
+                self._send_values(header.sender, chunk.number, values, Values(), number=1)
+            else:
+                self._admit(acts.Pull(life_of(message), chunk.number, header.step))
+
+    def forget_snapshots(self) -> None:
+        """All groups have left and flushed: what a group asks for next is the common end."""
+        self._snapshots.clear()
+
+    # Actions.
+
+    def _admit(self, event: acts.Event) -> None:
+        for action in self.admission.admit(event):
+            self.do(action)
+
+    def do(self, action: Action) -> None:
+        """Carry out what admission decided."""
+        match action:
+            case acts.Apply():
+                self._apply(action)
+            case acts.Reply():
+                self._reply(action)
+            case acts.Answer(chunk, group, rank, _):
+                self._answer(chunk, group, rank)
+            case acts.Release(group, rank, chunk):
+                self._payloads.pop((group, rank, chunk), None)
+            case acts.Measure():
+                self._measure(action)
+            case acts.Ask(group, rank, chunk, step):
+                self._post.send(_worker(group, rank), Kind.PULL, chunk=chunk, step=step)
+            case acts.Tell():
+                self._tell(action)
+            case acts.Left(group):
+                self._left(group)
+            case acts.Returned():
+                self.sync.resume()
+            case acts.Hold():
+                raise AssertionError("only a share is held")
+
+    def _averaged(self, rule: acts.Average, combine: Callable[..., Tensor] = average) -> Tensor:
+        return combine([self._payloads[rule.group, rank, rule.chunk] for rank in rule.ranks], rule)
+
+    def _apply(self, action: acts.Apply) -> None:
+        rule = action.average
+        chunk = self._plan.chunks[rule.chunk]
+        if chunk.buffer is not None:
+            self.shard.assign(rule.chunk, self._averaged(rule, merge))
+        else:
+            key = (rule.group, chunk.optimizer)
+            commit = self._commits[key][rule.ranks[0]]
+            gradient = self._averaged(rule)
+            if commit.scale != 1:
+                gradient = gradient * (1 / commit.scale)
+            if commit.clip != 1:
+                gradient = gradient * commit.clip
+            settings = self._settings.get(key, self._start[chunk.optimizer])
+            self.shard.step(rule.chunk, gradient, rule.touched, settings)
+            self.staleness[action.staleness] += 1
+        self.sync.closed(rule.chunk, time.monotonic())
+
+    def _measure(self, action: acts.Measure) -> None:
+        squared = float("nan")
+        if action.averages is not None:
+            squared = squared_norm({a.chunk: self._averaged(a) for a in action.averages if a.ranks})
+        self._norms[action.group, action.optimizer] = (action.step, squared)
+        for rank in range(self.admission.workers(action.group)):
+            answer = NormAnswer(action.optimizer, squared)
+            self._post.send(_worker(action.group, rank), Kind.NORM, answer, step=action.step)
+
+    def _tell(self, action: acts.Tell) -> None:
+        names = [_worker(action.group, rank) for rank in action.ranks]
+        names += [f"worker group {group}" for group in action.groups]
+        self._post.send(
+            _worker(action.group, action.rank), Kind.HEARTBEAT, Missing(tuple(names)), step=action.step
+        )
+
+    # Replies.
+
+    def _reply(self, reply: acts.Reply) -> None:
+        snapshot = self._snapshot(reply)
+        for rank in range(self.admission.workers(reply.group)):
+            self._send_snapshot(snapshot, rank, resend=False)
+
+    def _snapshot(self, reply: acts.Reply) -> Snapshot:
+        key, revision = (reply.chunk, reply.group), self.shard.revision[reply.chunk]
+        last = self._snapshots.get(key)
+        values = self.shard.values(reply.chunk)
+        news = last is None or last.revision != revision
+        if not self._alone:
+            # The group has all of the last snapshot, or this round could not have closed: reuse its memory.
+            values = last.values.copy_(values) if last is not None and news else values.clone()
+        snapshot = Snapshot(reply, self.admission.version(reply.chunk), revision, values, news)
+        self._snapshots[key] = snapshot
+        return snapshot
+
+    def _answer(self, chunk: int, group: int, rank: int) -> None:
+        snapshot = self._snapshots.get((chunk, group))
+        if snapshot is None:
+            closed = self.admission.closed(group, chunk)
+            snapshot = self._snapshot(acts.Reply(chunk, group, closed, False, -1))
+        self._send_snapshot(snapshot, rank, resend=True)
+
+    def _send_snapshot(self, snapshot: Snapshot, rank: int, resend: bool) -> None:
+        reply = snapshot.reply
+        settings = self._settings_for(reply, rank)
+        body = Values(reply.skipped, reply.staleness, settings)
+        values = snapshot.values if snapshot.news or resend else None
+        self._send_values(
+            _worker(reply.group, rank),
+            reply.chunk,
+            values,
+            body,
+            group=reply.group,
+            step=reply.step,
+            version=snapshot.version,
+            lsn=snapshot.revision,
+        )
+
+    def _send_values(self, peer: str, chunk: int, values: Tensor | None, body: Values, **fields: int) -> None:
+        fields.setdefault("version", self.admission.version(chunk))
+        fields.setdefault("lsn", self.shard.revision[chunk])
+        frames = [] if values is None else [as_bytes(values)]
+        dtype = self._plan.chunks[chunk].dtype
+        self._post.send(peer, Kind.VALUES, body, frames, chunk=chunk, dtype=dtype, **fields)
+
+    # Hyperparameters: worker 0 of the group decides.
+
+    def _take_settings(self, life: Life, body: Commit) -> None:
+        if body.settings is not None and life.rank == 0:
+            self._settings[life.group, body.optimizer] = body.settings
+
+    def _settings_for(self, reply: acts.Reply, rank: int) -> Settings | None:
+        """The group's settings, for a worker that has just committed with others."""
+        optimizer = self._plan.chunks[reply.chunk].optimizer
+        commit = self._commits.get((reply.group, optimizer), {}).get(rank)
+        ours = self._settings.get((reply.group, optimizer))
+        differs = rank > 0 and commit is not None and commit.settings is not None and commit.settings != ours
+        return ours if differs else None
+
+    def _chunk(self, message: Message) -> Chunk:
+        """The chunk that a message is about; raises ProtocolError where it is not this server's."""
+        header = message.header
+        if header.chunk not in self.shard.revision:
+            raise ProtocolError(f"{header.sender} sent a {header.kind.name.lower()} for chunk {header.chunk}")
+        return self._plan.chunks[header.chunk]
+
+
+def _worker(group: int, rank: int) -> str:
+    return Member("worker", group, rank).name
+
+
+def life_of(message: Message) -> Life:
+    """Which life of which worker sent a message."""
+    sender = Member.parse(message.header.sender)
+    return Life(sender.group, sender.index, message.header.life)

@@ -1,0 +1,318 @@
+"""A server member: who is there, what is trained, when it ends; the rounds themselves are in `rounds`."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shoal import acts
+from shoal.admission import Admission, Owned
+from shoal.config import Config
+from shoal.errors import ModelMismatch, ProtocolError
+from shoal.events import Events
+from shoal.parameters import as_bytes, checked
+from shoal.partition import Plan, difference, make_plan
+from shoal.rounds import Rounds, life_of
+from shoal.shard import Shard
+from shoal.sync import Sync
+from shoal.topology import Member, Topology
+from shoal.transport import Post
+from shoal.wire import VERSION, Hello, Init, Kind, Leave, Message, Refuse, Welcome
+
+TICK = 0.2  # seconds between looks at the clock while nothing arrives
+FIRST = Member("worker", 0, 0)
+
+
+class Server:
+    """One server member; `serve()` runs it until its workers have stopped.
+
+    Args:
+        post: its letters.
+        events: where it reports.
+    """
+
+    def __init__(
+        self, member: Member, topology: Topology, config: Config, post: Post, events: Events
+    ) -> None:
+        self.member, self.topology, self.config = member, topology, config
+        self.rounds: Rounds | None = None
+        self._post, self._events = post, events
+        self._workers = {worker.name for worker in topology.workers_of(member)}
+        self._model: Hello | None = None
+        self._plan: Plan | None = None
+        self._hellos: dict[str, Message] = {}
+        self._early: list[Message] = []
+        self._early_values: list[Message] = []
+        self._missing: set[int] = set()
+        self._leaving: set[str] = set()
+        self._stopped: set[str] = set()
+        self._waiting_for = followers(member, topology)
+        self._handlers: dict[Kind, Callable[[Message], None]] = {
+            Kind.HELLO: self._hello,
+            Kind.WELCOME: self._welcomed,
+            Kind.INIT: self._init,
+            Kind.LEAVE: self._leave,
+            Kind.STOP: self._stop,
+        }
+
+    def serve(self) -> None:
+        """Handle messages until every worker has stopped; raises what went wrong, and tells the workers."""
+        if source := source_of(self.member, self.topology):
+            self._post.send(source.name, Kind.HELLO, Hello(VERSION))
+        for peer in leaders(self.member, self.topology):
+            if peer != source:
+                self._post.send(peer.name, Kind.HELLO, Hello(VERSION))
+        try:
+            while self._stopped != self._workers:
+                self._once()
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            for name in self._hellos:
+                if name in self._workers:
+                    self._post.send(name, Kind.REFUSE, Refuse("PeerFailed", f"{self.member} failed:\n{text}"))
+            raise
+        self._report()
+
+    def _once(self) -> None:
+        try:
+            message = self._post.receive(TICK)
+        except ProtocolError as error:  # a stranger's message: not ours to act on
+            self._events.write("note", message=f"dropped a message: {error}")
+            return
+        if message is not None:
+            try:
+                self._handle(message)
+            except (ProtocolError, ModelMismatch) as error:
+                refusal = Refuse(type(error).__name__, error.what)
+                self._post.send(message.header.sender, Kind.REFUSE, refusal)
+        if self.rounds is not None:
+            self.rounds.sync.tick(time.monotonic())
+
+    def _handle(self, message: Message) -> None:
+        header = message.header
+        greeting = header.kind in (Kind.HELLO, Kind.WELCOME, Kind.INIT)
+        if not greeting and self.rounds is None:
+            self._early.append(message)
+        elif not greeting and header.plan != self._post.plan:
+            raise ProtocolError(f"{header.sender} follows another plan ({header.plan[:8]})")
+        elif header.kind in self._handlers:
+            self._handlers[header.kind](message)
+        else:
+            raise ProtocolError(f"{header.sender} sent a {header.kind.name.lower()}, which no server expects")
+
+    # The start: a model, its values, everybody's greeting.
+
+    def _hello(self, message: Message) -> None:
+        sender, hello = message.header.sender, message.body(Hello)
+        if hello.shoal != VERSION:
+            raise ProtocolError(f"{sender} runs Shoal {hello.shoal}, {self.member} runs {VERSION}")
+        self._hellos[sender] = message
+        self._waiting_for.discard(sender)
+        if sender == FIRST.name and self._plan is None:
+            self._begin(hello)
+        elif self.rounds is not None:
+            self._receive(message)
+        self._open_if_complete()
+
+    def _begin(self, model: Hello) -> None:
+        """Worker 0.0's model is known, first hand or through server group 0."""
+        topology = self.topology
+        groups = topology.server_groups if topology.synchronised else 1
+        self._model = model
+        slicer = self.config.cluster.slicer
+        self._plan = make_plan(model.parameters, model.buffers, topology.servers_per_group, groups, slicer)
+        self._post.plan = self._plan.digest
+        self._shard = Shard(self._plan, self.member.index, model.optimizers, self.config.allow_optimizers)
+        self._missing = {chunk.number for chunk in self._shard.chunks}
+        for message in self._early_values:
+            self._init(message)
+
+    def _init(self, message: Message) -> None:
+        header = message.header
+        if self._plan is None:  # the bulk lane overtook the control lane
+            self._early_values.append(message)
+            return
+        if header.chunk not in self._missing:
+            raise ProtocolError(
+                f"{header.sender} sent values of chunk {header.chunk} at the wrong time or place"
+            )
+        chunk = self._plan.chunks[header.chunk]
+        self._shard.load(chunk, message.body(Init).state, message.frames, header.sender)
+        self._missing.discard(header.chunk)
+        self._open_if_complete()
+
+    def _welcomed(self, message: Message) -> None:
+        model = message.body(Welcome).model
+        if model is not None and self._plan is None:
+            self._begin(model)
+            self._open_if_complete()
+
+    def _open_if_complete(self) -> None:
+        """Start serving once the values are here and those who follow this server can be reached."""
+        if self._plan is None or self._missing or self._waiting_for or self.rounds is not None:
+            return
+        self.rounds = self._make_rounds(self._plan)
+        self._handlers |= {
+            Kind.SHARE: self.rounds.share,
+            Kind.COMMIT: self.rounds.commit,
+            Kind.NORM: self.rounds.norm,
+            Kind.PULL: self.rounds.pull,
+            Kind.SYNC: self._sync_request,
+            Kind.SYNCED: self._sync_reply,
+        }
+        waiting, self._early = [*self._hellos.values(), *self._early], []
+        for message in waiting:
+            if message.header.kind is Kind.HELLO:
+                self._receive(message)
+            else:
+                self._handle(message)
+
+    def _make_rounds(self, plan: Plan) -> Rounds:
+        topology, member, timeouts = self.topology, self.member, self.config.timeouts
+        assert self._model is not None
+        served = topology.worker_groups_of(member.group)
+        chunks = {c.number: Owned(c.optimizer, c.buffer is not None) for c in self._shard.chunks}
+        admission = Admission(
+            dict.fromkeys(served, topology.workers_per_group), chunks, self.config.cluster.max_delay
+        )
+        sync = Sync(
+            self._shard,
+            member.group,
+            plan.server_groups,
+            self.config.cluster.sync_freq,
+            self._sender(Kind.SYNC),
+            self._sender(Kind.SYNCED),
+            timeouts.ask,
+        )
+        alone = len(served) == 1 and plan.server_groups == 1
+        settings = tuple(spec.groups for spec in self._model.optimizers)
+        return Rounds(
+            plan, self._shard, admission, sync, self._post, settings, alone=alone, left=self._group_left
+        )
+
+    def _receive(self, message: Message) -> None:
+        """Welcome a worker, or hand the model to a server of another group."""
+        sender, model = message.header.sender, self._model
+        assert model is not None and self.rounds is not None
+        if Member.parse(sender).role == "server":
+            if source_of(Member.parse(sender), self.topology) == self.member:
+                self._post.send(sender, Kind.WELCOME, Welcome(model=model))
+                for chunk in self._shard.chunks:
+                    entries, frames = self._shard.export(chunk.number)
+                    self._post.send(
+                        sender,
+                        Kind.INIT,
+                        Init(tuple(entries)),
+                        [bytes(f) for f in frames],
+                        chunk=chunk.number,
+                    )
+            return
+        hello = message.body(Hello)
+        if found := differs(hello, model):
+            raise ModelMismatch(f"the model of {sender} differs from that of {FIRST}: {found}")
+        life = life_of(message)
+        self.rounds.admission.admit(acts.Join(life))
+        steps = tuple(
+            self.rounds.admission.last_step(life.group, number) for number in range(len(model.optimizers))
+        )
+        self._post.send(sender, Kind.WELCOME, Welcome(steps, hello.checksum != model.checksum))
+
+    # Between server groups.
+
+    def _sender(self, kind: Kind) -> Callable[..., None]:
+        def send(group: int, chunk: int, sequence: int, final: bool, tensor: Tensor) -> None:
+            peer = Member("server", group, self.member.index).name
+            self._post.send(
+                peer, kind, frames=[as_bytes(tensor)], chunk=chunk, sequence=sequence, number=int(final)
+            )
+
+        return send
+
+    def _sync_request(self, message: Message) -> None:
+        header, rounds = message.header, self.rounds
+        assert rounds is not None
+        chunk = self._shard.plan.chunks[header.chunk]
+        tensor = checked(message.frames, chunk, header.sender)
+        group = Member.parse(header.sender).group
+        rounds.sync.requested(group, header.chunk, header.sequence, bool(header.number), tensor)
+        self._answer_leaving()
+
+    def _sync_reply(self, message: Message) -> None:
+        header, rounds = message.header, self.rounds
+        assert rounds is not None
+        tensor = checked(message.frames, self._shard.plan.chunks[header.chunk], header.sender)
+        rounds.sync.answered(header.chunk, header.sequence, bool(header.number), tensor, time.monotonic())
+        self._answer_leaving()
+
+    # The end.
+
+    def _leave(self, message: Message) -> None:
+        assert self.rounds is not None
+        self._leaving.add(message.header.sender)
+        for action in self.rounds.admission.admit(acts.Leave(life_of(message), message.body(Leave).total)):
+            self.rounds.do(action)
+        self._answer_leaving()
+
+    def _group_left(self, group: int) -> None:
+        assert self.rounds is not None
+        served = self.topology.worker_groups_of(self.member.group)
+        if all(self.rounds.admission.has_left(g) for g in served):
+            self.rounds.sync.flush(time.monotonic())
+
+    def _answer_leaving(self) -> None:
+        """Once all groups have left and all differences are home, those who left may read the end."""
+        assert self.rounds is not None
+        if self.rounds.sync.flushed and self._leaving:
+            self.rounds.forget_snapshots()
+            for name in sorted(self._leaving):
+                self._post.send(name, Kind.LEAVE, Leave())
+            self._leaving.clear()
+
+    def _stop(self, message: Message) -> None:
+        self._stopped.add(message.header.sender)
+
+    def _report(self) -> None:
+        assert self.rounds is not None
+        rounds, ledger = self.rounds, self.rounds.admission.ledger
+        self._events.write(
+            "finished",
+            rounds=rounds.admission.rounds,
+            pushed=ledger.pushed,
+            applied=ledger.applied,
+            duplicate=ledger.duplicate,
+            dropped=dict(ledger.dropped),
+            staleness={str(value): count for value, count in sorted(rounds.staleness.items())},
+            parameters=self._shard.parameters,
+            state_bytes=self._shard.state_bytes,
+            traffic=dict(self._post.endpoint.traffic),
+            exchanges=rounds.sync.exchanges,
+            exchanged_rounds=rounds.sync.exchanged_rounds,
+        )
+
+
+def source_of(server: Member, topology: Topology) -> Member | None:
+    """The server that hands worker 0.0's start to this one; None in server group 0."""
+    return Member("server", 0, server.index) if server.group else None
+
+
+def leaders(server: Member, topology: Topology) -> list[Member]:
+    """Servers that this one dials: its source, and its peers in lower groups."""
+    source = source_of(server, topology)
+    lower = {peer for peer in topology.peers_of(server) if peer.group < server.group}
+    return sorted(lower | ({source} if source else set()))
+
+
+def followers(server: Member, topology: Topology) -> set[str]:
+    """Names of the servers that dial this one."""
+    return {s.name for s in topology.servers if server in leaders(s, topology)}
+
+
+def differs(hello: Hello, model: Hello) -> str | None:
+    """The first difference between two workers' models or optimizers, in words."""
+    found = difference(model.parameters, hello.parameters) or difference(model.buffers, hello.buffers)
+    if found is None and [o.name for o in model.optimizers] != [o.name for o in hello.optimizers]:
+        found = f"optimizers {[o.name for o in hello.optimizers]}, there {[o.name for o in model.optimizers]}"
+    return found

@@ -1,0 +1,318 @@
+"""`shoal.init()` and the run: what a training script sees."""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import os
+import random
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from shoal.config import Cluster, Config, load
+from shoal.data import Loader, make_loader
+from shoal.errors import UsageError
+from shoal.events import Events
+from shoal.rundir import RunDir
+from shoal.server import Server
+from shoal.site import Membership, OneMachine, OneProcess, Site
+from shoal.topology import Topology
+from shoal.training import Training
+from shoal.transport import Post
+from shoal.transport.inprocess import Hub
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+_V = TypeVar("_V")
+
+__all__ = ["Membership", "Run", "attach", "current_step", "finish", "init", "serve"]
+
+
+class Run:
+    """One worker's view of the run; made by `shoal.init()`."""
+
+    def __init__(self, membership: Membership, site: Site, events: Events) -> None:
+        self._m = membership
+        self._training = Training(membership, site, events)
+
+    # Who am I?
+
+    @property
+    def rank(self) -> int:
+        """This worker's number over all groups, 0 … world_size − 1."""
+        return self._m.topology.rank(self._m.member)
+
+    @property
+    def world_size(self) -> int:
+        """Workers over all groups; servers do not count."""
+        return len(self._m.topology.workers)
+
+    @property
+    def group(self) -> int:
+        """This worker's group, 0 … num_groups − 1."""
+        return self._m.member.group
+
+    @property
+    def num_groups(self) -> int:
+        """Worker groups."""
+        return self._m.topology.worker_groups
+
+    @property
+    def rank_in_group(self) -> int:
+        """This worker's number in its group, from 0."""
+        return self._m.member.index
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is worker 0.0: the one that prints and saves."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker's model belongs: a GPU of its own if there are any, else the CPU."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.rank % torch.cuda.device_count())
+        return torch.device("cpu")
+
+    @property
+    def global_step(self) -> int:
+        """Iterations of this worker's loaders so far; of its (first) optimizer where it has no loader."""
+        return self._training.iterations if self._training.loaders else self._training.step_of()
+
+    # Training.
+
+    @overload
+    def prepare(self, first: _T, /) -> _T: ...
+    @overload
+    def prepare(self, first: _T, second: _U, /) -> tuple[_T, _U]: ...
+    @overload
+    def prepare(self, first: _T, second: _U, third: _V, /) -> tuple[_T, _U, _V]: ...
+    @overload
+    def prepare(self, *objects: Any) -> Any: ...
+    def prepare(self, *objects: Any) -> Any:
+        """Hand models and optimizers to the servers; the same objects come back, in the same order.
+
+        From here on `optimizer.step()` pushes this worker's gradients and returns when the servers' new
+        values are in the model. Worker 0.0's values and optimizer state are everyone's start. Each `p.grad`
+        stays this worker's own gradient, not the group's average.
+
+        Raises:
+            UsageError: no optimizer, no trainable parameter, or a second call.
+            OptimizerRefused: an optimizer that servers cannot run.
+            ModelMismatch: names, shapes or dtypes differ from worker 0.0's.
+            WaitTimeout: the servers do not answer within timeouts.start.
+        """
+        self._training.prepare(objects)
+        return objects[0] if len(objects) == 1 else objects
+
+    def loader(self, data: Dataset[Any] | DataLoader[Any], **keywords: Any) -> Loader:
+        """Deal a dataset to all workers: each sample once per epoch, over all groups.
+
+        Args:
+            data: a map-style dataset, or a DataLoader to take dataset and settings from.
+            keywords: DataLoader's; `batch_size` is per worker, `shuffle` is True unless said otherwise.
+
+        Raises:
+            UsageError: for what cannot be dealt (an IterableDataset, a sampler of one's own).
+        """
+        seed, topology = self._m.config.seed, self._m.topology
+        loader = make_loader(
+            data,
+            seed=seed,
+            groups=topology.worker_groups,
+            workers=topology.workers_per_group,
+            group=self.group,
+            rank=self.rank_in_group,
+            on_batch=self._training.drawn,
+            **keywords,
+        )
+        self._training.loaders.append(loader)
+        return loader
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Count epochs 0 … count − 1; at their end the other groups no longer wait for this worker."""
+        return self._loop(iter(range(count)))
+
+    def steps(self, loader: Loader, count: int) -> Iterator[Any]:
+        """The loader's batches, epoch after epoch, until this group has taken `count` iterations."""
+        return self._loop(batch for batch, _ in zip(loader.endless(), range(count), strict=False))
+
+    def _loop(self, items: Iterator[_T]) -> Iterator[_T]:
+        self._training.begin_loop()
+        try:
+            yield from items
+        finally:
+            self._training.end_loop()
+
+    def clip_grad_norm_(
+        self, max_norm: float, *, scaler: Any = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> float:
+        """Clip the group's averaged gradient in the coming `step()`; call it last before that.
+
+        Args:
+            max_norm: the largest norm (2-norm over all parameters of the optimizer) that is let through.
+            scaler: the GradScaler in use, if any; the norm is then of the unscaled gradient.
+            optimizer: needed only where several are prepared.
+
+        Returns:
+            the exact norm of the group's averaged gradient before clipping; nan where it is not finite.
+
+        Raises:
+            GradientEdited: a gradient was changed after it was pushed.
+        """
+        return self._training.clip_grad_norm_(max_norm, scaler, optimizer)
+
+    def log(self, **values: Any) -> None:
+        """Note named numbers (or one-element tensors): `loss` is shown live, the last ones at the end."""
+        self._training.log(values)
+
+    # Evaluation and files.
+
+    def evaluate(self, function: Callable[..., _T], *args: Any, **keywords: Any) -> _T:
+        """Let one worker evaluate and give the result to all; every worker of the group must call it.
+
+        Inside the loop worker 0 of the group runs `function` with the server group's present values in the
+        model, and gets its group's own values back afterwards. After the loop all live groups first finish;
+        then worker 0.0 runs it once, for everyone.
+
+        Returns:
+            what `function(*args, **keywords)` returned: numbers, text, lists or dicts of them.
+        """
+        return self._training.evaluate(function, *args, **keywords)  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The complete, current model by plain names, as copies; after the loop: of all groups together.
+
+        Shapes and dtypes are the model's. On the main worker; elsewhere it is empty.
+        """
+        return self._training.state_dict() if self.is_main else {}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict()` to a safetensors file, whole or not at all; nothing on other workers."""
+        if self.is_main:
+            self._training.save(path)
+
+    def close(self) -> None:
+        """End this worker's part; called for you when the script ends."""
+        self._training.close()
+
+
+# Which run is this process, or this thread, part of?
+
+_thread: contextvars.ContextVar[Run | None] = contextvars.ContextVar("run", default=None)
+_membership: Membership | None = None
+_run: Run | None = None
+
+
+def init(cluster: str | Cluster | None = None, *, seed: int | None = None) -> Run:
+    """The run that this process belongs to.
+
+    Under `shoal run` the launcher's cluster block holds. Under plain `python` there is one worker and one
+    server, in this process.
+
+    Args:
+        cluster: a preset, a file or a block, where no launcher gives one: it must then be a single worker's.
+        seed: for torch, numpy and random, where no launcher gives one.
+
+    Raises:
+        UsageError: a cluster of several members under plain `python`.
+        ConfigError: a block that cannot be run.
+    """
+    global _run
+    if (run := _thread.get() or _run) is not None:
+        return run
+    if _membership is not None:
+        m = _membership
+        path = RunDir(m.run_dir).events(m.member) if m.run_dir else None
+        _run = Run(m, OneMachine(m), Events(path, m.member.name))
+    else:
+        _run = _alone(cluster, seed)
+        atexit.register(_run.close)
+    return _run
+
+
+def _alone(cluster: str | Cluster | None, seed: int | None) -> Run:
+    """One worker and one server in this process."""
+    config = load(cluster) if isinstance(cluster, str) else Config(cluster=cluster or Cluster())
+    topology = Topology.of(config.cluster)
+    if len(topology.workers) + len(topology.servers) > 2:
+        raise UsageError(
+            f"a {topology.framework} cluster has {len(topology.workers)} workers and {len(topology.servers)} "
+            "servers, and plain python starts neither",
+            remedy="start the script with: shoal run --cluster FILE_OR_PRESET script.py",
+        )
+    if seed is not None:
+        config = config.model_copy(update={"seed": seed})
+        seed_everything(seed)
+    private = Path(tempfile.gettempdir())
+    worker, server = topology.workers[0], topology.servers[0]
+    run_id, hub = secrets.token_hex(16), Hub()
+    site = OneProcess(hub, worker.name)
+    member = Server(
+        server,
+        topology,
+        config,
+        Post(OneProcess(hub, server.name).endpoint(), run_id),
+        Events(None, server.name),
+    )
+    threading.Thread(target=site.guard(member.serve), name=server.name, daemon=True).start()
+    return Run(Membership(config, topology, worker, run_id, None, private), site, Events(None, worker.name))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, numpy and random."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+# For the launcher, and for clusters of threads.
+
+
+def in_thread(run: Run) -> None:
+    """Make `shoal.init()` in this thread return this run."""
+    _thread.set(run)
+
+
+def attach(membership: Membership) -> None:
+    """Make `shoal.init()` in this process return this worker's run."""
+    global _membership
+    _membership = membership
+
+
+def current_step() -> int | None:
+    """The step this process's worker is at, counted from 1; None before it has prepared anything."""
+    run = _thread.get() or _run
+    return run._training.current_step if run is not None else None
+
+
+def finish() -> None:
+    """The script has ended: leave, wait for the last sync, report, say goodbye.
+
+    Raises:
+        UsageError: the script never called shoal.init() or never prepared anything; others would wait for it.
+    """
+    if _run is None or _run._training.current_step is None:
+        raise UsageError(
+            "the script ended without training anything",
+            remedy="call run = shoal.init() and run.prepare(model, optimizer), or start it with plain python",
+        )
+    _run.close()
+
+
+def serve(membership: Membership) -> None:
+    """Run one server member until its workers have stopped."""
+    m = membership
+    events = Events(RunDir(m.run_dir).events(m.member) if m.run_dir else None, m.member.name)
+    endpoint = OneMachine(m).endpoint()
+    Server(m.member, m.topology, m.config, Post(endpoint, m.run_id, m.incarnation), events).serve()
+    endpoint.close()

@@ -1,0 +1,134 @@
+"""What a server owns: values, optimizer state, buffers, and the number of their latest change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.acts import Average
+from shoal.parameters import as_bytes, checked
+from shoal.partition import Chunk, Plan
+from shoal.updater import Settings, Updater, resolve
+from shoal.wire import Frame, OptimizerSpec, State
+
+
+def average(shares: Sequence[Tensor], rule: Average) -> Tensor:
+    """The averaged gradient of a chunk (flat), in float32 or wider.
+
+    Shares are summed in the order of ranks, so that their order of arrival never shows.
+    """
+    wide = torch.promote_types(shares[0].dtype, torch.float32)
+    if not shares[0].is_floating_point() and not shares[0].is_complex():
+        wide = shares[0].dtype
+    first = shares[0].to(wide)
+    if rule.count == 1:
+        return first
+    if rule.parts is None:
+        total = first.clone()
+        for share in shares[1:]:
+            total += share
+        return total.div_(rule.count)
+    total = first * rule.parts[0]
+    for share, part in zip(shares[1:], rule.parts[1:], strict=True):
+        total += share.to(wide) * part
+    return total
+
+
+def merge(shares: Sequence[Tensor], rule: Average) -> Tensor:
+    """The merged buffer of a chunk (flat): averaged, or the maximum for integers and bools."""
+    if shares[0].is_floating_point() or shares[0].is_complex():
+        return average(shares, rule).to(shares[0].dtype)
+    total = shares[0].clone()
+    for share in shares[1:]:
+        total = torch.maximum(total, share)
+    return total
+
+
+class Shard:
+    """One server's part of the model.
+
+    Args:
+        plan: the plan; `server` is this server's index in its group.
+        optimizers: the job's optimizers by name.
+        allowed: classes outside torch.optim that the job allows.
+    """
+
+    def __init__(
+        self, plan: Plan, server: int, optimizers: Sequence[OptimizerSpec], allowed: Sequence[str]
+    ) -> None:
+        self.plan = plan
+        self.chunks = plan.chunks_of(server)
+        self.lsn = 0
+        self.revision = {chunk.number: 0 for chunk in self.chunks}
+        self._spaces = {
+            dtype: torch.zeros(size, dtype=getattr(torch, dtype))
+            for dtype, size in plan.spaces(server).items()
+        }
+        self._views = {c.number: self._spaces[c.dtype][c.start : c.stop] for c in self.chunks}
+        classes = [resolve(spec.name, allowed) for spec in optimizers]
+        self._updaters = {
+            c.number: Updater(
+                classes[c.optimizer],
+                optimizers[c.optimizer],
+                self._pieces(c),
+                [plan.parameters[p.parameter].settings for p in c.pieces],
+            )
+            for c in self.chunks
+            if c.buffer is None
+        }
+
+    def _pieces(self, chunk: Chunk) -> list[Tensor]:
+        view = self._views[chunk.number]
+        pieces = []
+        for piece in chunk.pieces:
+            parameter = self.plan.parameters[piece.parameter]
+            part = view[piece.at : piece.at + piece.stop - piece.start]
+            pieces.append(part.view(parameter.shape) if parameter.whole else part)
+        return pieces
+
+    def values(self, chunk: int) -> Tensor:
+        """The chunk's values (flat): the shard itself, not a copy."""
+        return self._views[chunk]
+
+    def _changed(self, chunk: int) -> None:
+        self.lsn += 1
+        self.revision[chunk] = self.lsn
+
+    def step(self, chunk: int, gradient: Tensor, touched: Sequence[int] | None, settings: Settings) -> None:
+        """Apply an averaged gradient (flat, float32 or wider; rounded once to the chunk's dtype)."""
+        self._updaters[chunk].step(gradient.to(self._views[chunk].dtype), touched, settings)
+        self._changed(chunk)
+
+    def assign(self, chunk: int, values: Tensor) -> None:
+        """Set the chunk's values (flat)."""
+        self._views[chunk].copy_(values)
+        self._changed(chunk)
+
+    def export(self, chunk: int) -> tuple[list[State], list[Frame]]:
+        """Everything about a chunk as it travels: its values' frame first, then its state's."""
+        updater = self._updaters.get(chunk)
+        entries, frames = updater.export() if updater else ([], [])
+        return entries, [as_bytes(self._views[chunk]), *frames]
+
+    def load(self, chunk: Chunk, entries: Sequence[State], frames: Sequence[Frame], sender: str) -> None:
+        """Take over what `export` made; raises ProtocolError for a wrong size."""
+        self.assign(chunk.number, checked(frames[:1], chunk, sender))
+        if entries:
+            self._updaters[chunk.number].load(entries, frames[1:])
+
+    @property
+    def parameters(self) -> int:
+        """Elements of parameters held here."""
+        return sum(chunk.size for chunk in self.chunks if chunk.buffer is None)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state held here."""
+        return sum(updater.state_bytes for updater in self._updaters.values())
+
+
+def squared_norm(averages: Mapping[int, Tensor]) -> float:
+    """Sum of squares over averaged chunks, in float64."""
+    return sum(float(t.abs().double().square().sum()) for t in averages.values())

@@ -1,0 +1,159 @@
+"""How a member reaches the others of its run: wires, and a store to meet at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+from torch.distributed import FileStore, HashStore, Store
+
+from shoal.config import Config
+from shoal.errors import ShoalError, WaitTimeout
+from shoal.server import leaders
+from shoal.topology import Member, Topology
+from shoal.transport import Endpoint, Lane
+from shoal.transport.inprocess import Hub, InProcess
+from shoal.transport.sockets import LANES, Sockets
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a member knows when it starts.
+
+    Attributes:
+        run_id: the run's secret, which every message carries.
+        run_dir: where the run writes; None = nowhere.
+        private: directory of sockets and of the store, readable by this user alone.
+    """
+
+    config: Config
+    topology: Topology
+    member: Member
+    run_id: str
+    run_dir: Path | None
+    private: Path
+    incarnation: int = 1
+
+
+class Site(Protocol):
+    """What differs between members that are processes and members that are threads."""
+
+    def endpoint(self) -> Endpoint:
+        """This member's end of the wires."""
+        ...
+
+    def store(self) -> Store:
+        """Where members leave small values for each other."""
+        ...
+
+    def check(self) -> None:
+        """Called while waiting; raises when another member in this process has failed."""
+        ...
+
+
+class OneMachine:
+    """Members that are processes of one machine: sockets and a file in the private directory."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._m = membership
+
+    def endpoint(self) -> Endpoint:
+        """See Site.endpoint. A server that listens on tcp leaves its ports in the store."""
+        m = self._m
+        serving = m.member.role == "server"
+        wanted = leaders(m.member, m.topology) if serving else m.topology.servers_of(m.member)
+        bind = self._listen_at(m.member) if serving else None
+        if m.config.cluster.transport != "tcp":
+            dial = {server.name: self._listen_at(server) for server in wanted}
+            return Sockets(m.member.name, bind, dial, m.config.timeouts.flush)
+        sockets = Sockets(m.member.name, bind, {}, m.config.timeouts.flush)
+        store = self.store()
+        if serving:
+            store.set(f"address/{m.member}", json.dumps(sockets.bound))
+        for server in wanted:
+            address = wait_for(store, f"address/{server}", m, m.config.timeouts.start, f"{server} to listen")
+            sockets.dial(server.name, json.loads(address))
+        return sockets
+
+    def _listen_at(self, server: Member) -> Mapping[Lane, str]:
+        cluster = self._m.config.cluster
+        if cluster.transport != "tcp":
+            return {lane: f"ipc://{self._m.private / server.short}.{lane[0]}" for lane in LANES}
+        first = cluster.start_port + 2 * self._m.topology.servers.index(server)
+        ports = {lane: first + offset for offset, lane in enumerate(LANES)}
+        return {
+            lane: f"tcp://127.0.0.1:{port if cluster.start_port else '*'}" for lane, port in ports.items()
+        }
+
+    def store(self) -> Store:
+        """See Site.store."""
+        return FileStore(str(self._m.private / "store"), -1)
+
+    def check(self) -> None:
+        """See Site.check; a failed process is the launcher's to notice."""
+
+
+class OneProcess:
+    """Members that are threads of one process: a hub and a store in memory."""
+
+    def __init__(self, hub: Hub, name: str, store: Store | None = None) -> None:
+        self._hub, self._name, self._store = hub, name, store
+        self._failures: list[BaseException] = []
+
+    def endpoint(self) -> Endpoint:
+        """See Site.endpoint."""
+        return InProcess(self._hub, self._name)
+
+    def store(self) -> Store:
+        """See Site.store."""
+        self._store = self._store or HashStore()
+        return self._store
+
+    def guard(self, serve: Callable[[], None]) -> Callable[[], None]:
+        """A thread's target that keeps a failure for `check()`."""
+
+        def run() -> None:
+            try:
+                serve()
+            except BaseException as error:
+                self._failures.append(error)
+
+        return run
+
+    def check(self) -> None:
+        """See Site.check."""
+        for error in self._failures:
+            raise error
+
+
+def wait_for(
+    store: Store,
+    key: str,
+    membership: Membership,
+    timeout: float,
+    what: str,
+    site: Site | None = None,
+) -> bytes:
+    """A value that another member leaves in the store; `timeout` in seconds."""
+    waited = 0.0
+    while True:
+        piece = min(1.0, timeout - waited)
+        try:
+            store.wait([key], timedelta(seconds=piece))
+            return bytes(store.get(key))
+        except ShoalError:
+            raise
+        except RuntimeError:  # torch raises its own kinds of it for a timeout
+            waited += piece
+        if site is not None:
+            site.check()
+        if waited >= timeout:
+            raise WaitTimeout(
+                f"waited {timeout:g} s for {what}",
+                member=membership.member.name,
+                remedy="see that member's log",
+            )

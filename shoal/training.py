@@ -1,0 +1,291 @@
+"""One worker's training from prepare() to the end: what stands behind `run`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shoal.data import Loader
+from shoal.errors import UsageError
+from shoal.evaluation import Shared, plain_value
+from shoal.events import Events
+from shoal.exchange import Exchange, Outcome
+from shoal.parameters import Replica, as_bytes, describe, named_models, plain_name
+from shoal.partition import Chunk, make_plan
+from shoal.prepare import Batch, Stepper, adopt
+from shoal.site import Membership, Site
+from shoal.topology import Member
+from shoal.transport import Post
+from shoal.updater import is_elementwise, pack, resolve, spec_of
+from shoal.wire import VERSION, Frame, Hello, State
+
+REPORT = 0.25  # seconds between two progress events at the least
+
+
+class Training:
+    """What a worker trains and how far it is.
+
+    Args:
+        events: where it reports.
+    """
+
+    def __init__(self, membership: Membership, site: Site, events: Events) -> None:
+        self.membership = membership
+        self.batch = Batch()
+        self.loaders: list[Loader] = []
+        self.iterations = 0
+        self.logged: dict[str, Any] = {}
+        self.left = self.settled = False
+        self._site, self._events = site, events
+        self._shared = Shared(membership, site)
+        self._models: list[nn.Module] = []
+        self._steppers: dict[int, Stepper] = {}
+        self._exchange: Exchange | None = None
+        self._replica: Replica | None = None
+        self._evaluations = 0
+        self._noted: set[str] = set()
+        self._reported = 0.0
+        self._began = self._ended = time.time()
+
+    # The start.
+
+    def prepare(self, objects: Sequence[Any]) -> None:
+        """Join the servers with these models and optimizers; what is neither passes through."""
+        if self._exchange is not None:
+            raise UsageError(
+                "prepare() was called twice", remedy="give it all models and optimizers in one call"
+            )
+        self._models = [o for o in objects if isinstance(o, nn.Module)]
+        optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+        if not optimizers:
+            raise UsageError("prepare() got no optimizer", remedy="call run.prepare(model, optimizer)")
+        m = self.membership
+        allowed = m.config.allow_optimizers
+        specs = tuple(spec_of(optimizer, allowed) for optimizer in optimizers)
+        whole = [not is_elementwise(resolve(spec.name, allowed)) for spec in specs]
+        described = describe(self._models, optimizers, whole)
+        groups = m.topology.server_groups if m.topology.synchronised else 1
+        plan = make_plan(
+            described.parameters,
+            described.buffers,
+            m.topology.servers_per_group,
+            groups,
+            m.config.cluster.slicer,
+        )
+        self._replica = Replica(plan, described.tensors, described.places)
+        post = Post(self._site.endpoint(), m.run_id, m.incarnation)
+        exchange = Exchange(m.member, m.topology, post, plan, m.config.timeouts, self._site.check)
+        hello = Hello(VERSION, described.parameters, described.buffers, specs, self._replica.checksum())
+        outcome, differs = exchange.join(hello, self._start(optimizers))
+        self._install(outcome)
+        self._exchange = exchange
+        if differs:
+            self.note(
+                "this worker's start differed from worker 0.0's, which is everyone's; a seed makes them equal"
+            )
+        for number, optimizer in enumerate(optimizers):
+            self._adopt(number, optimizer)
+        self._began = time.time()
+        rank = m.topology.rank(m.member)
+        if rank:  # so that dropout differs between workers; worker 0 stays as in plain PyTorch
+            torch.manual_seed(torch.initial_seed() + rank)
+
+    def _start(
+        self, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> dict[int, tuple[list[State], list[Frame]]]:
+        """Worker 0.0's values and optimizer state by chunk; nothing elsewhere."""
+        replica = self._replica
+        if replica is None or self.membership.member != Member("worker", 0, 0):
+            return {}
+        start: dict[int, tuple[list[State], list[Frame]]] = {}
+        for chunk in replica.plan.chunks:
+            states = [_cut(optimizers[chunk.optimizer], replica, chunk, i) for i in range(len(chunk.pieces))]
+            entries, frames = pack(iter(states))
+            start[chunk.number] = entries, [as_bytes(replica.read(chunk)), *frames]
+        return start
+
+    def _adopt(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        replica, exchange = self._joined()
+        workers = self.membership.topology.workers_per_group
+        stepper = Stepper(
+            number, optimizer, replica, exchange, workers, self.batch, self.note, self._cursor, self._stepped
+        )
+        self._steppers[number] = stepper
+        adopt(optimizer, stepper)
+
+    def _joined(self) -> tuple[Replica, Exchange]:
+        if self._replica is None or self._exchange is None:
+            raise UsageError("nothing is prepared yet", remedy="call run.prepare(model, optimizer) first")
+        return self._replica, self._exchange
+
+    def _cursor(self) -> tuple[int, ...]:
+        return tuple(number for loader in self.loaders for number in (loader.epoch, loader.position))
+
+    # Steps.
+
+    def drawn(self, weight: int) -> None:
+        """A loader hands a batch to the script."""
+        self.iterations += 1
+        self.batch.drawn(weight)
+
+    def step_of(self, optimizer: int = 0) -> int:
+        """The last finished step of an optimizer."""
+        return self._exchange.steps[optimizer] if self._exchange is not None else 0
+
+    @property
+    def current_step(self) -> int | None:
+        """The step in progress, counted from 1; None before prepare()."""
+        return None if self._exchange is None else self.step_of() + 1
+
+    def _stepped(self) -> None:
+        """An optimizer's step is over."""
+        self._ended = time.time()
+        if self._ended - self._reported >= REPORT or not self._reported:
+            self._reported = self._ended
+            loss = self.logged.get("loss")
+            self._events.write(
+                "progress",
+                step=self.step_of(),
+                samples=self.batch.samples,
+                loss=None if loss is None else plain_value(loss),
+                staleness=max(stepper.staleness for stepper in self._steppers.values()),
+            )
+
+    def clip_grad_norm_(self, max_norm: float, scaler: Any, optimizer: torch.optim.Optimizer | None) -> float:
+        """See Run.clip_grad_norm_."""
+        self._joined()
+        steppers = [s for s in self._steppers.values() if optimizer is None or s.drives(optimizer)]
+        if len(steppers) != 1:
+            raise UsageError(
+                f"clip_grad_norm_ found {len(steppers)} optimizers to clip for",
+                remedy="name a prepared one: run.clip_grad_norm_(max_norm, optimizer=optimizer)",
+            )
+        return steppers[0].clip_grad_norm_(max_norm, scaler)
+
+    def note(self, message: str) -> None:
+        """Tell the user something, once."""
+        if message not in self._noted:
+            self._noted.add(message)
+            self._events.write("note", message=message)
+
+    def log(self, values: dict[str, Any]) -> None:
+        """See Run.log."""
+        for name, value in values.items():
+            self.logged[name] = value.detach() if isinstance(value, Tensor) else value
+
+    # The end of a loop.
+
+    def begin_loop(self) -> None:
+        """A loop begins; after an earlier one all groups first reach its end."""
+        self.settle()
+        self.left = self.settled = False
+
+    def end_loop(self) -> None:
+        """A loop has ended: others no longer wait for this worker."""
+        if self._exchange is not None and not self.left:
+            self.left = True
+            self._exchange.leave()
+
+    def settle(self) -> None:
+        """After a loop: wait for all groups, then hold the common end."""
+        if self.left and not self.settled:
+            _, exchange = self._joined()
+            exchange.settle()
+            self._install(exchange.pull())
+            self.settled = True
+
+    def _install(self, outcome: Outcome) -> None:
+        if self._replica is None:
+            return
+        for number, values in outcome.values.items():
+            if values is not None:
+                self._replica.install(self._replica.plan.chunks[number], values)
+        for number, stepper in self._steppers.items():
+            stepper.remember(self.step_of(number) + 1)
+
+    def close(self) -> None:
+        """Leave, wait until everyone's updates are everywhere, report, say goodbye."""
+        if self._exchange is None:
+            return
+        self.end_loop()
+        if not self.settled:
+            self._exchange.settle()
+        self._events.write(
+            "finished",
+            steps=self.step_of(),
+            samples=self.batch.samples,
+            pushed=self._exchange.pushed,
+            resent=self._exchange.resent,
+            traffic=dict(self._exchange.traffic),
+            final={name: plain_value(value) for name, value in self.logged.items()},
+            began=self._began,
+            ended=self._ended,
+        )
+        self._exchange.close()
+
+    # Evaluation and files.
+
+    def evaluate(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """See Run.evaluate."""
+        replica, exchange = self._joined()
+        topology, member = self.membership.topology, self.membership.member
+        self._evaluations += 1
+        if self.left:
+            self.settle()
+            key, alone = f"evaluate/all/{self._evaluations}", len(topology.workers) == 1
+            ours = topology.rank(member) == 0
+            return self._shared.compute(key, lambda: function(*args, **keywords), ours=ours, alone=alone)
+
+        def present() -> Any:
+            own = replica.snapshot()
+            self._install(exchange.pull(present=True))
+            try:
+                return function(*args, **keywords)
+            finally:
+                self._install(Outcome(dict(own)))
+
+        key, alone = f"evaluate/{member.group}/{self._evaluations}", topology.workers_per_group == 1
+        return self._shared.compute(key, present, ours=member.index == 0, alone=alone)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See Run.state_dict."""
+        replica, exchange = self._joined()
+        self.settle()
+        values = replica.snapshot()
+        if not self.left:
+            pulled = exchange.pull(present=True).values
+            values |= {number: flat for number, flat in pulled.items() if flat is not None}
+        current = replica.build(values)
+        found: dict[str, Tensor] = {}
+        for prefix, model in named_models(self._models):
+            for name, tensor in model.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor):
+                    found[prefix + plain_name(name)] = current.get(tensor, tensor.detach()).clone()
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """See Run.save."""
+        target = Path(path)
+        partial = target.with_name(target.name + ".partial")
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, partial)
+        os.replace(partial, target)
+
+
+def _cut(optimizer: torch.optim.Optimizer, replica: Replica, chunk: Chunk, index: int) -> dict[str, Any]:
+    """A piece's part of the state that a worker's optimizer already has."""
+    piece = chunk.pieces[index]
+    tensor = replica.tensors[piece.parameter]
+    whole = replica.plan.parameters[piece.parameter].whole
+    state: dict[str, Any] = {}
+    for key, value in optimizer.state.get(tensor, {}).items():
+        if isinstance(value, Tensor) and value.shape == tensor.shape and not whole:
+            value = value.detach().reshape(-1)[piece.start : piece.stop]
+        state[key] = value
+    return state

@@ -1,0 +1,93 @@
+"""The seam between members: whoever implements `Endpoint` can carry Shoal's messages.
+
+Two lanes lead to each peer, so that a commit never waits behind megabytes of shares; nothing may rely on an
+order between them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from shoal.wire import BULK, Body, Frame, Header, Kind, Message, decode, encode
+
+Lane = Literal["control", "bulk"]
+
+
+class Token(Protocol):
+    """Says when the frames of a sent message may be written to again."""
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds; True once the frames belong to the sender again."""
+        ...
+
+
+class Released:
+    """The token of a transport that has copied the frames."""
+
+    def wait(self, timeout: float) -> bool:
+        """Returns True at once."""
+        return True
+
+
+class Endpoint(Protocol):
+    """One member's end of the wires; used by one thread at a time."""
+
+    name: str
+
+    @property
+    def traffic(self) -> Counter[str]:
+        """Payload bytes sent so far, by receiver."""
+        ...
+
+    def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
+        """Send header, body and raw frames to a peer; never blocks, never drops."""
+        ...
+
+    def recv(self, timeout: float) -> list[Frame] | None:
+        """The next message, control before bulk, or None after `timeout` seconds."""
+        ...
+
+    def close(self) -> None:
+        """Send what is still queued, then let go of every resource."""
+        ...
+
+
+class Post:
+    """A member's letters: messages with this member's name on them, over any endpoint.
+
+    Args:
+        run: the run's secret, which every message carries.
+        life: this member's incarnation.
+    """
+
+    def __init__(self, endpoint: Endpoint, run: str, life: int = 1) -> None:
+        self.endpoint = endpoint
+        self.life = life
+        self.plan = ""
+        self._run = run
+        self._sequence = itertools.count(1)
+
+    def send(
+        self, peer: str, kind: Kind, body: Body | None = None, frames: Sequence[Frame] = (), **fields: Any
+    ) -> Token:
+        """Send one message; `fields` are the header's."""
+        fields.setdefault("sequence", next(self._sequence))
+        header = Header(
+            kind=kind,
+            run=self._run,
+            sender=self.endpoint.name,
+            life=self.life,
+            plan=self.plan,
+            sent=time.time(),
+            **fields,
+        )
+        return self.endpoint.send(peer, "bulk" if kind in BULK else "control", encode(header, body, frames))
+
+    def receive(self, timeout: float) -> Message | None:
+        """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""
+        frames = self.endpoint.recv(timeout)
+        return None if frames is None else decode(frames, self._run)

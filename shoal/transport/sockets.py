@@ -1,0 +1,134 @@
+"""Members as processes: ZeroMQ over UNIX sockets or tcp.
+
+A server binds one ROUTER per lane; whoever talks to it dials one DEALER per lane. There is no high-water
+mark, because a ROUTER at its mark drops messages silently; the protocol bounds what can be queued.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import zmq
+
+from shoal.errors import LaunchError, ProtocolError
+from shoal.transport import Lane, Released, Token
+from shoal.wire import Frame
+
+LANES: tuple[Lane, Lane] = ("control", "bulk")
+Addresses = Mapping[Lane, str]
+
+
+class _Sent:
+    def __init__(self, tracker: zmq.MessageTracker) -> None:
+        self._tracker = tracker
+
+    def wait(self, timeout: float) -> bool:
+        try:
+            self._tracker.wait(timeout)
+        except zmq.NotDone:
+            return False
+        return True
+
+
+class Sockets:
+    """An endpoint on ZeroMQ sockets.
+
+    Args:
+        name: this member's name, which is also its address for replies.
+        bind: addresses to listen at, for a server.
+        dial: peer → its addresses, for those this member speaks to first.
+        linger: seconds that closing waits for what is still queued.
+    """
+
+    def __init__(
+        self, name: str, bind: Addresses | None, dial: Mapping[str, Addresses], linger: float
+    ) -> None:
+        self.name = name
+        self.traffic: Counter[str] = Counter()
+        self._linger = linger
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._routers: dict[Lane, zmq.Socket[bytes]] = {}
+        self._dealers: dict[tuple[str, Lane], zmq.Socket[bytes]] = {}
+        for lane, address in (bind or {}).items():
+            self._routers[lane] = self._listen(lane, address)
+        for peer, addresses in dial.items():
+            self.dial(peer, addresses)
+
+    def dial(self, peer: str, addresses: Addresses) -> None:
+        """Connect to a peer that listens at these addresses, or soon will."""
+        for lane in LANES:
+            self._dealers[peer, lane] = self._connect(addresses[lane])
+
+    def _receiving(self) -> list[zmq.Socket[bytes]]:
+        """All sockets, control lanes first."""
+        return [
+            socket
+            for wanted in LANES
+            for lane, socket in (
+                *((lane, s) for (_, lane), s in self._dealers.items()),
+                *self._routers.items(),
+            )
+            if lane == wanted
+        ]
+
+    @property
+    def bound(self) -> dict[Lane, str]:
+        """The addresses that this member listens at, with the ports it was given."""
+        return {lane: str(s.getsockopt_string(zmq.LAST_ENDPOINT)) for lane, s in self._routers.items()}
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = 0
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def _listen(self, lane: Lane, address: str) -> zmq.Socket[bytes]:
+        socket = self._socket(zmq.ROUTER)
+        socket.router_mandatory = True
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise LaunchError(
+                f"cannot listen at {address} for its {lane} lane: {error.strerror or error}",
+                member=self.name,
+                remedy="choose another cluster.start_port (0 = any free port), or end what uses this one",
+            ) from None
+        return socket
+
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._socket(zmq.DEALER)
+        socket.routing_id = self.name.encode()
+        socket.connect(address)
+        return socket
+
+    def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
+        """See Endpoint.send."""
+        payload = sum(memoryview(frame).nbytes for frame in frames[2:])
+        self.traffic[peer] += payload
+        dealer = self._dealers.get((peer, lane))
+        try:
+            if dealer is not None:
+                tracker = dealer.send_multipart(frames, copy=not payload, track=bool(payload))
+            else:
+                route = [peer.encode(), *frames]
+                tracker = self._routers[lane].send_multipart(route, copy=not payload, track=bool(payload))
+        except (zmq.ZMQError, KeyError) as error:
+            raise ProtocolError(f"no way to {peer} ({error})", member=self.name) from None
+        return Released() if tracker is None else _Sent(tracker)
+
+    def recv(self, timeout: float) -> list[Frame] | None:
+        """See Endpoint.recv."""
+        ready = dict(self._poller.poll(max(0, round(timeout * 1000))))
+        for socket in self._receiving() if ready else ():
+            if socket in ready:
+                frames = socket.recv_multipart(copy=False)
+                return [frame.buffer for frame in frames[1 if socket.type == zmq.ROUTER else 0 :]]
+        return None
+
+    def close(self) -> None:
+        """See Endpoint.close."""
+        self._context.destroy(linger=round(self._linger * 1000))
