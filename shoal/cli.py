@@ -99,7 +99,7 @@ def _checked(
     cluster: str, overrides: list[str], script: str, run_dir: Path | None, optimizers: list[str]
 ) -> Config:
     """The configuration of a run, after all that can be wrong before it starts has been looked at."""
-    mistakes = []
+    mistakes: list[Mistake] = []
     config = None
     try:
         config = load(cluster, overrides)

@@ -56,8 +56,8 @@ def make_loader(
         rank: this worker's place in it.
         on_batch: called before each batch is handed out, with the number of its samples that count (0 when a
             sample is only repeated).
-        keywords: DataLoader's, for a dataset. ``batch_size`` (default 1) is per worker; ``shuffle`` is True by
-            default.
+        keywords: DataLoader's, for a dataset. ``batch_size`` (default 1) is per worker; ``shuffle`` is True
+            by default.
 
     Raises:
         UsageError: a dataset that cannot be dealt, a sampler of the user's, or a keyword that does not exist.
@@ -106,16 +106,17 @@ def _settings_of(source: DataLoader[Any], keywords: Mapping[str, Any]) -> dict[s
             remedy="Set them on the DataLoader, or hand over its dataset with keywords.",
         )
     sampler = source.sampler
-    shuffled = type(sampler) is RandomSampler and sampler.num_samples == len(sampler.data_source)
-    if shuffled and sampler.replacement:
-        foreign = "RandomSampler with replacement"
-    elif source.batch_size is None and source.batch_sampler is not None:
+    random = sampler if type(sampler) is RandomSampler else None
+    plain = random is None or (not random.replacement and random.num_samples == len(random.data_source))
+    if source.batch_size is None and source.batch_sampler is not None:
         foreign = type(source.batch_sampler).__name__
-    elif shuffled or type(sampler) is SequentialSampler:
-        settings = {name: getattr(source, name) for name in _KEYWORDS if name != "shuffle"}
-        return {**settings, "shuffle": shuffled}
-    else:
+    elif not plain:
+        foreign = "RandomSampler with replacement or num_samples"
+    elif random is None and type(sampler) is not SequentialSampler:
         foreign = type(sampler).__name__
+    else:
+        settings = {name: getattr(source, name) for name in _KEYWORDS if name != "shuffle"}
+        return {**settings, "shuffle": random is not None}
     raise UsageError(
         f"the DataLoader draws its samples by a {foreign}, which would not deal them to the workers",
         remedy="Hand over the dataset itself, with batch_size and shuffle as keywords.",

@@ -205,7 +205,7 @@ class Exchange:
         token, seconds = self._tokens.pop(chunk.number, None), self._timeouts.values
         if token is not None and not token.wait(seconds):
             raise WaitTimeout(
-                f"waited {seconds:g} s (timeouts.values) for {self.server_of(chunk.number)} to take the first "
+                f"waited {seconds:g} s (timeouts.values) for {self.server_of(chunk.number)} to take a "
                 f"share of chunk {chunk.number}",
                 member=self.member.name,
                 step=self.steps[chunk.optimizer] + 1,

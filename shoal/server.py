@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal import acts
 from shoal.admission import Admission, Owned
 from shoal.config import Config
-from shoal.errors import ModelMismatch, ProtocolError
+from shoal.errors import ModelMismatch, PeerFailed, ProtocolError
 from shoal.events import Events
 from shoal.parameters import as_bytes, checked
 from shoal.partition import Plan, difference, make_plan
@@ -88,6 +88,8 @@ class Server:
             except (ProtocolError, ModelMismatch) as error:
                 refusal = Refuse(type(error).__name__, error.what)
                 self._post.send(message.header.sender, Kind.REFUSE, refusal)
+            except PeerFailed as error:  # a worker that died; who supervises it decides what follows
+                self._events.write("note", message=str(error))
         if self.rounds is not None:
             self.rounds.sync.tick(time.monotonic())
 

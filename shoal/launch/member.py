@@ -213,4 +213,4 @@ def user_traceback(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script ended with exit status {error.code}"
-    return str(error)
+    return error.what if isinstance(error, ShoalError) else str(error)

@@ -6,16 +6,17 @@ mark, because a ROUTER at its mark drops messages silently; the protocol bounds 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import zmq
 
-from shoal.errors import LaunchError, ProtocolError
+from shoal.errors import LaunchError, PeerFailed
 from shoal.transport import Lane, Released, Token
 from shoal.wire import Frame
 
 LANES: tuple[Lane, Lane] = ("control", "bulk")
+KNOCK = b""  # a peer's first message on a lane, without which a ROUTER cannot send to it
 Addresses = Mapping[Lane, str]
 
 
@@ -29,6 +30,12 @@ class _Sent:
         except zmq.NotDone:
             return False
         return True
+
+
+def _sent(socket: zmq.Socket[bytes], frames: list[Frame], payload: int) -> Token:
+    """Send frames; those with a payload without a copy, to be waited for."""
+    tracker = socket.send_multipart(frames, copy=not payload, track=bool(payload))
+    return Released() if tracker is None else _Sent(tracker)
 
 
 class Sockets:
@@ -51,6 +58,8 @@ class Sockets:
         self._poller = zmq.Poller()
         self._routers: dict[Lane, zmq.Socket[bytes]] = {}
         self._dealers: dict[tuple[str, Lane], zmq.Socket[bytes]] = {}
+        self._early: dict[tuple[str, Lane], list[list[Frame]]] = defaultdict(list)
+        self._heard: set[tuple[str, Lane]] = set()
         for lane, address in (bind or {}).items():
             self._routers[lane] = self._listen(lane, address)
         for peer, addresses in dial.items():
@@ -59,19 +68,11 @@ class Sockets:
     def dial(self, peer: str, addresses: Addresses) -> None:
         """Connect to a peer that listens at these addresses, or soon will."""
         for lane in LANES:
-            self._dealers[peer, lane] = self._connect(addresses[lane])
-
-    def _receiving(self) -> list[zmq.Socket[bytes]]:
-        """All sockets, control lanes first."""
-        return [
-            socket
-            for wanted in LANES
-            for lane, socket in (
-                *((lane, s) for (_, lane), s in self._dealers.items()),
-                *self._routers.items(),
-            )
-            if lane == wanted
-        ]
+            dealer = self._socket(zmq.DEALER)
+            dealer.routing_id = self.name.encode()
+            dealer.connect(addresses[lane])
+            dealer.send(KNOCK)
+            self._dealers[peer, lane] = dealer
 
     @property
     def bound(self) -> dict[Lane, str]:
@@ -99,35 +100,42 @@ class Sockets:
             ) from None
         return socket
 
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._socket(zmq.DEALER)
-        socket.routing_id = self.name.encode()
-        socket.connect(address)
-        return socket
-
     def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
         """See Endpoint.send."""
         payload = sum(memoryview(frame).nbytes for frame in frames[2:])
         self.traffic[peer] += payload
         dealer = self._dealers.get((peer, lane))
+        if dealer is not None:
+            return _sent(dealer, list(frames), payload)
+        if (peer, lane) not in self._heard:  # its knock on this lane is still on its way
+            self._early[peer, lane].append([bytes(frame) for frame in frames])
+            return Released()
         try:
-            if dealer is not None:
-                tracker = dealer.send_multipart(frames, copy=not payload, track=bool(payload))
-            else:
-                route = [peer.encode(), *frames]
-                tracker = self._routers[lane].send_multipart(route, copy=not payload, track=bool(payload))
-        except (zmq.ZMQError, KeyError) as error:
-            raise ProtocolError(f"no way to {peer} ({error})", member=self.name) from None
-        return Released() if tracker is None else _Sent(tracker)
+            return _sent(self._routers[lane], [peer.encode(), *frames], payload)
+        except zmq.ZMQError as error:
+            raise PeerFailed(f"{peer} cannot be reached any more ({error})", member=self.name) from None
 
     def recv(self, timeout: float) -> list[Frame] | None:
         """See Endpoint.recv."""
         ready = dict(self._poller.poll(max(0, round(timeout * 1000))))
-        for socket in self._receiving() if ready else ():
-            if socket in ready:
-                frames = socket.recv_multipart(copy=False)
-                return [frame.buffer for frame in frames[1 if socket.type == zmq.ROUTER else 0 :]]
+        for lane in LANES if ready else ():
+            router = self._routers.get(lane)
+            if router is not None and router in ready:
+                route, *frames = router.recv_multipart(copy=False)
+                if len(frames) == 1 and frames[0].bytes == KNOCK:
+                    self._hear(route.bytes.decode(errors="replace"), lane)
+                    return None
+                return [frame.buffer for frame in frames]
+            for (_, side), dealer in self._dealers.items():
+                if side == lane and dealer in ready:
+                    return [frame.buffer for frame in dealer.recv_multipart(copy=False)]
         return None
+
+    def _hear(self, peer: str, lane: Lane) -> None:
+        """A peer can be reached on a lane: send what has waited for that."""
+        self._heard.add((peer, lane))
+        for frames in self._early.pop((peer, lane), ()):
+            self._routers[lane].send_multipart([peer.encode(), *frames])
 
     def close(self) -> None:
         """See Endpoint.close."""
