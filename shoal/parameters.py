@@ -53,7 +53,10 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 class BufferAt(NamedTuple):
-    """Where a buffer lives; looked up anew each time, because modules may replace the tensor."""
+    """Where a buffer lives; looked up anew each time, because modules may replace the tensor.
+
+    A parameter that no optimizer trains (frozen, or a teacher that the script moves) is one as well.
+    """
 
     module: nn.Module
     key: str
@@ -61,7 +64,7 @@ class BufferAt(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """The buffer as it is now."""
-        return self.module._buffers[self.key]  # type: ignore[return-value]
+        return getattr(self.module, self.key)  # type: ignore[no-any-return]
 
 
 class Described(NamedTuple):
@@ -145,8 +148,8 @@ def _buffers(
     for prefix, model in named_models(models):
         optimizer = next((owners[p][0] for p in model.parameters() if p in owners), 0)
         for path, module in model.named_modules():
-            for key, buffer in module._buffers.items():
-                if buffer is None or buffer in seen:
+            for key, buffer in (*module._buffers.items(), *module._parameters.items()):
+                if buffer is None or buffer in seen or buffer in owners:
                     continue
                 seen.add(buffer)
                 name = prefix + plain_name(f"{path}.{key}" if path else key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,24 @@ class Batch:
         self._stepped = True
 
 
+class Loop(Protocol):
+    """What an optimizer's step needs of the training loop around it."""
+
+    batch: Batch
+
+    def cursor(self) -> tuple[int, ...]:
+        """The loaders' positions, for the commit."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Tell the user something, once."""
+        ...
+
+    def stepped(self) -> None:
+        """An optimizer's step is over."""
+        ...
+
+
 @dataclass
 class _Progress:
     """A chunk within the step in progress.
@@ -63,8 +81,7 @@ class Stepper:
     Args:
         number: which optimizer of the plan this is.
         workers: how many workers the group has.
-        note: tells the user something once.
-        cursor: the loader's position, for the commit.
+        loop: the training loop around it.
     """
 
     def __init__(
@@ -74,15 +91,11 @@ class Stepper:
         replica: Replica,
         exchange: Exchange,
         workers: int,
-        batch: Batch,
-        note: Callable[[str], None],
-        cursor: Callable[[], tuple[int, ...]],
-        stepped: Callable[[], None],
+        loop: Loop,
     ) -> None:
         self.number, self.staleness = number, 0
         self._optimizer, self._replica, self._exchange = optimizer, replica, exchange
-        self._workers, self._batch, self._note, self._cursor = workers, batch, note, cursor
-        self._stepped = stepped
+        self._workers, self._loop, self._batch = workers, loop, loop.batch
         self._chunks = list(exchange.chunks_of(number))
         self._pieces = pieces_of(self._chunks, len(replica.tensors))
         self._progress = {chunk.number: _Progress() for chunk in self._chunks}
@@ -94,7 +107,7 @@ class Stepper:
         self._skipped_in_a_row = 0
         self._installed: dict[int, tuple[int, int]] = {}
         self._fingerprints: dict[int, int] = {}
-        self._buffers = self._buffer_versions()
+        self._buffers: list[tuple[int, int]] = []
         for index, pieces in enumerate(self._pieces):
             tensor = replica.tensors[index]
             if pieces and tensor.requires_grad:
@@ -147,7 +160,7 @@ class Stepper:
         decision.clip = self._coefficient
         settings = settings_of(self._optimizer)
         decision.settings = settings if settings != self._settings else None
-        decision.cursor = self._cursor()
+        decision.cursor = self._loop.cursor()
         self._exchange.commit(self.number, decision)
         self._settings = settings
         outcome = self._exchange.wait(self.number)
@@ -155,7 +168,7 @@ class Stepper:
         self._judge(outcome, scaler)
         self._batch.stepped()
         self._begin()
-        self._stepped()
+        self._loop.stepped()
 
     def drives(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this is the stepper of that optimizer."""
@@ -242,7 +255,7 @@ class Stepper:
                 self._replica.install(self._replica.plan.chunks[number], values)
         if outcome.settings is not None:
             assign_settings(self._optimizer, outcome.settings)
-            self._note(
+            self._loop.note(
                 "this worker's hyperparameters differed from its group's worker 0's and were set to them"
             )
         self.staleness = outcome.staleness
@@ -255,7 +268,7 @@ class Stepper:
             found = torch.full((), float(outcome.skipped), device=scaler._scale.device)
             scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"] = {found.device: found}
         if outcome.skipped and scaler is None:
-            self._note("a gradient was not finite; the group skips such steps and counts them")
+            self._loop.note("a gradient was not finite; the group skips such steps and counts them")
         if self._skipped_in_a_row >= SKIPS:
             raise NonFiniteGradients(
                 f"the last {SKIPS} steps of the group were skipped, because a gradient was not finite",
@@ -273,11 +286,11 @@ class Stepper:
             progress.left = progress.again = False
             progress.finite = True
         self._clipped, self._coefficient = False, 1.0
-        self._buffers = self._buffer_versions()
         self.remember(step)
 
     def remember(self, step: int) -> None:
-        """Note the parameters as they are now, to notice who else changes them before `step`."""
+        """Note the model as it is now, to notice what changes before `step`, and by whose hand."""
+        self._buffers = self._buffer_versions()
         self._fingerprints.clear()
         for index, pieces in enumerate(self._pieces):
             if pieces:

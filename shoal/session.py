@@ -144,7 +144,7 @@ class Run:
 
     def steps(self, loader: Loader, count: int) -> Iterator[Any]:
         """The loader's batches, epoch after epoch, until this group has taken `count` iterations."""
-        return self._loop(batch for batch, _ in zip(loader.endless(), range(count), strict=False))
+        return self._loop(batch for _, batch in zip(range(count), loader.endless(), strict=False))
 
     def _loop(self, items: Iterator[_T]) -> Iterator[_T]:
         self._training.begin_loop()

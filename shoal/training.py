@@ -114,9 +114,7 @@ class Training:
     def _adopt(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         replica, exchange = self._joined()
         workers = self.membership.topology.workers_per_group
-        stepper = Stepper(
-            number, optimizer, replica, exchange, workers, self.batch, self.note, self._cursor, self._stepped
-        )
+        stepper = Stepper(number, optimizer, replica, exchange, workers, self)
         self._steppers[number] = stepper
         adopt(optimizer, stepper)
 
@@ -125,7 +123,8 @@ class Training:
             raise UsageError("nothing is prepared yet", remedy="call run.prepare(model, optimizer) first")
         return self._replica, self._exchange
 
-    def _cursor(self) -> tuple[int, ...]:
+    def cursor(self) -> tuple[int, ...]:
+        """The loaders' positions, for the commit."""
         return tuple(number for loader in self.loaders for number in (loader.epoch, loader.position))
 
     # Steps.
@@ -144,7 +143,7 @@ class Training:
         """The step in progress, counted from 1; None before prepare()."""
         return None if self._exchange is None else self.step_of() + 1
 
-    def _stepped(self) -> None:
+    def stepped(self) -> None:
         """An optimizer's step is over."""
         self._ended = time.time()
         if self._ended - self._reported >= REPORT or not self._reported:

@@ -1,0 +1,7 @@
+"""One thread per operator: members are threads themselves, and sums then have one order."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)
