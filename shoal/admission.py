@@ -67,7 +67,6 @@ class Admission:
         self._live = set(groups)
         self._left: dict[int, set[int]] = {group: set() for group in groups}
         self._closed = {group: dict.fromkeys(chunks, 0) for group in groups}
-        self._closed_in = {group: dict.fromkeys(chunks, 0) for group in groups}
         self._lead = {group: dict.fromkeys(chunks, 0) for group in groups}
         self._incarnation = dict.fromkeys(groups, 0)
         self._held: dict[tuple[int, int, int], Share] = {}
@@ -129,32 +128,30 @@ class Admission:
             return []  # its commit will never come; Join has settled that life
         key = (group, rank, share.chunk)
         closed = self._closed[group][share.chunk]
-        seen_step, numbers = self._seen.get(key, (0, set()))
-        if share.step <= closed:
-            late_superseded = share.step == seen_step and share.number not in numbers
-            torn = self._closed_in[group][share.chunk] < incarnation
-            self.ledger.duplicate += not (late_superseded or torn)
-            numbers.add(share.number)
-            return [Answer(share.chunk, group, rank, closed)]
-        if share.step != closed + 1:
+        if share.step > closed + 1:
             raise ProtocolError(
                 f"worker {group}.{rank} pushed chunk {share.chunk} of step {share.step}, "
                 f"but step {closed + 1} comes next"
             )
-        if seen_step != share.step:
-            numbers = set()
-            self._seen[key] = (share.step, numbers)
-        if share.number in numbers:
-            self.ledger.duplicate += 1
-            return []
-        numbers.add(share.number)
-        if key in self._held and self._held[key].number > share.number:
+        self.ledger.duplicate += self._seen_before(key, share)
+        if share.step <= closed:
+            return [] if group in self._parked[share.chunk] else [Answer(share.chunk, group, rank, closed)]
+        if key in self._held and self._held[key].number >= share.number:
             return []
         self._held[key] = share
-        actions: list[Action] = [*self._return(group), Hold(share)]
+        actions: list[Action] = [Hold(share)]
         actions += self._measure(group, self._chunks[share.chunk].optimizer)
         actions += self._close(group, share.chunk)
         return actions
+
+    def _seen_before(self, key: tuple[int, int, int], share: Share) -> bool:
+        """Whether the share has arrived before; notes that it has now."""
+        step, numbers = self._seen.get(key, (0, set()))
+        if share.step > step:
+            step, numbers = self._seen[key] = (share.step, set())
+        before = share.step < step or share.number in numbers
+        numbers.add(share.number)
+        return before
 
     def _commit(self, commit: Commit) -> list[Action]:
         group, rank, incarnation = commit.life
@@ -194,15 +191,12 @@ class Admission:
         average = self._average(group, chunk, counting) if finite else None
         if finite and average is None:
             return []
-        base = min(
-            (self._held[group, c.life.rank, chunk].base for c in counting if c.counts.get(chunk)), default=0
-        )
-        applies = average is not None and average.ranks
-        staleness = self.version(chunk) - base if applies and not owned.buffer else -1
+        ranks = average.ranks if average is not None else ()
+        bases = [self._held[group, rank, chunk].base for rank in ranks]
+        staleness = self.version(chunk) - min(bases) if bases and not owned.buffer else -1
         step = commits[0].step
         self._account(commits, chunk, average)
         self._closed[group][chunk] = step
-        self._closed_in[group][chunk] = self._incarnation[group]
         self.rounds += 1
         self._parked[chunk][group] = Reply(chunk, group, step, not finite, staleness)
         actions: list[Action] = []
@@ -328,6 +322,7 @@ class Admission:
         if returned:
             actions = self._bury(group, incarnation)
             self._level(group)
+            actions += [action for chunk in self._chunks for action in self._unpark(chunk)]
         return actions
 
     def _bury(self, group: int, incarnation: int) -> list[Action]:
@@ -349,7 +344,10 @@ class Admission:
         return actions
 
     def _return(self, group: int) -> list[Action]:
-        """A group that had left pushes again: it takes part from now on, level with the slowest."""
+        """A group that had left commits again: it takes part from now on, level with the slowest.
+
+        A share alone does not bring it back: one that no commit followed may arrive after its worker's leave.
+        """
         self._left[group].clear()
         if group in self._live:
             return []

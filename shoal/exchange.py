@@ -386,6 +386,7 @@ class Exchange:
         header = message.header
         if header.step != wait.step:
             return
+        wait.blamed[header.sender] = (self.member.name,)
         if header.chunk < 0:
             self._send_commit(header.sender, wait.optimizer)
         else:

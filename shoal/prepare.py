@@ -107,7 +107,7 @@ class Stepper:
         self._skipped_in_a_row = 0
         self._installed: dict[int, tuple[int, int]] = {}
         self._fingerprints: dict[int, int] = {}
-        self._buffers: list[tuple[int, int]] = []
+        self._buffers: list[tuple[int, ...]] = []
         for index, pieces in enumerate(self._pieces):
             tensor = replica.tensors[index]
             if pieces and tensor.requires_grad:
@@ -241,7 +241,7 @@ class Stepper:
         tensor = self._replica.places[chunk.buffer].tensor
         if progress.left:
             return True
-        if self._batch.weight == 0 or self._buffers[chunk.buffer] == (tensor.data_ptr(), tensor._version):
+        if self._batch.weight == 0 or self._buffers[chunk.buffer] == _mark(tensor):
             return False
         self._replica.slots[chunk.number].copy_(tensor.detach().reshape(-1))
         self._push(chunk)
@@ -290,7 +290,7 @@ class Stepper:
 
     def remember(self, step: int) -> None:
         """Note the model as it is now, to notice what changes before `step`, and by whose hand."""
-        self._buffers = self._buffer_versions()
+        self._buffers = [_mark(place.tensor) for place in self._replica.places]
         self._fingerprints.clear()
         for index, pieces in enumerate(self._pieces):
             if pieces:
@@ -318,10 +318,6 @@ class Stepper:
     def _thorough(step: int) -> bool:
         """Version counters miss edits through .data: these steps compare bytes as well."""
         return step <= 3 or step % 100 == 0
-
-    def _buffer_versions(self) -> list[tuple[int, int]]:
-        tensors = [place.tensor for place in self._replica.places]
-        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
     def _name(self, chunk: Chunk, piece: int) -> str:
         return self._replica.plan.parameters[chunk.pieces[piece].parameter].name
@@ -380,6 +376,13 @@ def _loss_scale(scaler: Any, optimizer: torch.optim.Optimizer) -> float:
         return 1.0
     stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
     return 1.0 if stage.name == "UNSCALED" else float(scaler.get_scale())
+
+
+def _mark(buffer: Tensor) -> tuple[int, ...]:
+    """Tells whether a buffer has changed. Batch norm's kernels do not count versions, so bytes are compared."""
+    if buffer.is_floating_point() and not isinstance(buffer, torch.nn.Parameter):
+        return (fingerprint(buffer),)
+    return buffer.data_ptr(), buffer._version
 
 
 def _finite(values: Tensor) -> bool:

@@ -108,6 +108,21 @@ class Case:
         return Average(chunk, group, tuple(r for r, _ in sharing), parts, len(over), touched)
 
 
+Key = tuple[type, Life, int, int, int]
+
+
+def key_of(event: Event) -> Key:
+    """What makes a message the same message when it comes again."""
+    match event:
+        case Share(life, chunk, step, number, _):
+            return Share, life, chunk, step, number
+        case Commit(life, optimizer, step) | Norm(life, optimizer, step):
+            return type(event), life, optimizer, step, 0
+        case Pull(life) | Leave(life):
+            return type(event), life, 0, 0, 0
+    raise AssertionError(event)
+
+
 class Worker:
     """One worker of a case: two lanes to the server, and what it still waits for."""
 
@@ -220,7 +235,7 @@ class World:
         self.closed_by_us = Counter[tuple[int, int]]()
         self.replied = Counter[tuple[int, int]]()
         self.payloads: dict[tuple[int, int, int], Share] = {}
-        self.delivered = Counter[Event]()
+        self.delivered = Counter[Key]()
         self.measured = Counter[tuple[int, int, int]]()
         self.live = set(case.groups)
         self.gone: list[int] = []
@@ -246,19 +261,10 @@ class World:
         raise AssertionError("no end in sight")
 
     def deliver(self, event: Event) -> None:
-        self.delivered[self._key(event)] += 1
+        self.delivered[key_of(event)] += 1
         for action in self.admission.admit(event):
             self.act(action)
         self.check()
-
-    @staticmethod
-    def _key(event: Event) -> Event:
-        match event:
-            case Commit(life, optimizer, step):
-                return Commit(life, optimizer, step, {}, {}, {}, 1, True, 0)
-            case Norm(life, optimizer, step):
-                return Norm(life, optimizer, step, {}, {}, 1, True)
-        return event
 
     def act(self, action: Action) -> None:
         match action:
@@ -319,7 +325,7 @@ class World:
         assert action.averages == (tuple(wanted) if finite else None)
         for rank in range(self.case.groups[group]):
             life = Life(group, rank, 1)
-            assert self.delivered[Norm(life, optimizer, step, {}, {}, 1, True)]
+            assert self.delivered[Norm, life, optimizer, step, 0]
             for average in action.averages or ():
                 if rank in average.ranks:
                     number = everyone[rank].counts[average.chunk]
@@ -338,11 +344,11 @@ class World:
             average = self.case.average(group, chunk, optimizer, step + 1)
             for rank in range(self.case.groups[group]):
                 life = Life(group, rank, 1)
-                if not self.delivered[Commit(life, optimizer, step + 1, {}, {}, {}, 1, True, 0)]:
+                if not self.delivered[Commit, life, optimizer, step + 1, 0]:
                     return step
                 number = self.case.said[group, rank, optimizer, step + 1].counts.get(chunk, 0)
                 needed = average is not None and rank in average.ranks
-                if needed and not self.delivered[Share(life, chunk, step + 1, number, 0)]:
+                if needed and not self.delivered[Share, life, chunk, step + 1, number]:
                     return step
             step += 1
         return step
@@ -357,7 +363,7 @@ class World:
             for group, clock in clocks.items():
                 free = delay is None or slowest is None or clock - slowest <= delay
                 assert self.replied[group, chunk] == (clock if free else clock - 1)
-        again = sum(n - 1 for event, n in self.delivered.items() if isinstance(event, Share))
+        again = sum(n - 1 for (kind, *_), n in self.delivered.items() if kind is Share)
         assert admission.ledger.duplicate == again
 
     def finish(self) -> None:
