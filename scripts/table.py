@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("framework", "processes", "steps", "test accuracy", "staleness mean", "max", "seconds")
+COLUMNS = ("framework", "processes", "steps", "accuracy", "staleness (mean, max)", "seconds")
 
 
 def row(summary: dict[str, Any]) -> tuple[str, ...]:
@@ -21,8 +21,7 @@ def row(summary: dict[str, Any]) -> tuple[str, ...]:
         str(summary["processes"]),
         str(max(summary["steps"].values())),
         number(summary["final"].get("test_accuracy"), ".4f"),
-        number(staleness["mean"], ".2f"),
-        number(staleness["max"], "d"),
+        f"{number(staleness['mean'], '.2f')}, {number(staleness['max'], 'd')}",
         number(summary["wall_seconds"], ".1f"),
     )
 

@@ -21,7 +21,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A worker asks for the norm of its group's averaged gradient; fields as in Commit."""
+    """A worker asks for the norm of its group's averaged gradient; fields as in Commit.
+
+    Attributes:
+        again: no answer came, so something may have been lost.
+    """
 
     life: Life
     optimizer: int
@@ -30,6 +34,7 @@ class Norm:
     touched: Mapping[int, tuple[int, ...]]
     weight: float
     finite: bool
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

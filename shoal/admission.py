@@ -255,10 +255,9 @@ class Admission:
         norms = self._norms.setdefault((group, norm.optimizer), {})
         if norms and next(iter(norms.values())).step < norm.step:
             norms.clear()
-        again = rank in norms
         norms[rank] = norm
         actions = self._measure(group, norm.optimizer)
-        if again and not actions:  # the worker waits: perhaps a share of its own was lost
+        if norm.again and not actions:
             for chunk, number in norm.counts.items():
                 held = self._held.get((group, rank, chunk))
                 if held is None or held.number != number:

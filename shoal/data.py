@@ -2,173 +2,146 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from inspect import signature
-from multiprocessing import parent_process
-from multiprocessing.connection import wait
-from threading import Thread
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from shoal.errors import UsageError
-from shoal.sampling import Batch, deal, order, seed_of
+from shoal.options import check_sampler, checked, is_stream, settings_of, sizes_of
+from shoal.sampling import Place
+from shoal.sources import Indexed, Source
+from shoal.streams import Streamed
 
-_OWN = ("sampler", "batch_sampler")  # Shoal's own business
-_KEYWORDS = tuple(name for name in signature(DataLoader).parameters if name not in ("dataset", *_OWN))
+__all__ = ["Loader", "Place", "make_loader"]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Whose loader it is: the run's seed, how many groups and workers in each, this one's group and rank."""
-
-    seed: int
-    groups: int
-    workers: int
-    group: int
-    rank: int
+def _never() -> bool:
+    return False
 
 
 def make_loader(
     data: Any,
+    place: Place,
     *,
-    seed: int,
-    groups: int,
-    workers: int,
-    group: int,
-    rank: int,
     on_batch: Callable[[int], None],
+    stopped: Callable[[], bool] = _never,
+    agree: Callable[[bool], bool] | None = None,
     **keywords: Any,
 ) -> Loader:
     """One worker's loader.
 
     Args:
-        data: a dataset with a length and indices, or a DataLoader, whose dataset and settings are taken over
-            (its sampler only as the wish to shuffle or not).
-        seed: the run's seed; it decides the order and the randomness of the DataLoader's processes.
-        groups: worker groups.
-        workers: workers in a group.
-        group: this worker's group.
-        rank: this worker's place in it.
-        on_batch: called before each batch is handed out, with the number of its samples that count (0 when a
-            sample is only repeated).
-        keywords: DataLoader's, for a dataset. ``batch_size`` (default 1) is per worker; ``shuffle`` is True
-            by default.
+        data: a dataset with a length and indices; a stream (an IterableDataset, or what else can be iterated
+            over again and again); or a DataLoader, torchdata's StatefulDataLoader too, to take over its
+            dataset, settings and sampler from.
+        place: whose loader it is.
+        on_batch: called before each batch is handed out, with the number of its samples that count (0 when it
+            is only repeated).
+        stopped: asked before each batch is handed out; True ends the iteration, as if its epoch were over.
+            It must answer all workers of a group alike.
+        agree: needed for a sharded stream where a group has several workers; told whether this worker has one
+            more batch, says whether any worker of its group has. Every worker of the group calls it.
+        keywords: DataLoader's, for a dataset. ``batch_size`` (default 1) is per worker: a number, or numbers
+            by rank in the group, as in ``{0: 16, 1: 128}``. ``shuffle`` is True by default; a stream comes in
+            its own order. What a ``sampler`` gives for an epoch is drawn alike on all workers and then dealt;
+            the batches of a ``batch_sampler`` are dealt whole: each is one worker's batch. Both must end. And
+            ``sharded=True``: each worker's stream is its own part already.
 
     Raises:
-        UsageError: a dataset that cannot be dealt, a sampler of the user's, or a keyword that does not exist.
+        UsageError: what cannot be dealt, keywords that do not exist or exclude each other.
     """
+    sharded = bool(keywords.pop("sharded", False))
     if isinstance(data, DataLoader):
-        _check_dataset(data.dataset)
-        dataset, options = data.dataset, _settings_of(data, keywords)
+        dataset, options = data.dataset, settings_of(data, keywords)
     else:
-        _check_dataset(data)
-        dataset, options = data, _checked(keywords)
-    _check_options(options)
-    return Loader(dataset, options, Place(seed, groups, workers, group, rank), on_batch)
-
-
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset) or not all(
-        hasattr(dataset, name) for name in ("__len__", "__getitem__")
-    ):
+        dataset, options = data, checked(keywords)
+    source: Source
+    size: int | None
+    sampler = options.get("batch_sampler", options.get("sampler"))
+    if is_stream(dataset, sampler):
+        source, size = _stream(dataset, place, options, agree, sharded)
+    elif sharded:
         raise UsageError(
-            f"samples of a {type(dataset).__name__} cannot be dealt: it has no length or no indices",
-            remedy="Use a map-style dataset (__len__ and __getitem__), for example a list of the samples.",
+            f"sharded=True for a {type(dataset).__name__}, which has indices",
+            remedy="Leave it out and give every worker the whole dataset: its samples are dealt.",
         )
-
-
-def _checked(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    for name in keywords:
-        if name in _OWN:
-            raise UsageError(
-                f"the loader takes no {name}: Shoal deals the samples to the workers",
-                remedy="Use shuffle=True or False, or order the dataset (torch.utils.data.Subset).",
-            )
-        if name not in _KEYWORDS:
-            near = get_close_matches(name, _KEYWORDS, 1)
-            raise UsageError(
-                f"the loader has no keyword {name!r}",
-                remedy=f"Did you mean {near[0]}?" if near else f"Choose from {', '.join(_KEYWORDS)}.",
-            )
-    return {"batch_size": 1, "shuffle": True, "drop_last": False, **keywords}
-
-
-def _settings_of(source: DataLoader[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """A DataLoader's settings as keywords."""
-    if keywords:
-        raise UsageError(
-            f"the loader was given a DataLoader and keywords: {', '.join(keywords)}",
-            remedy="Set them on the DataLoader, or hand over its dataset with keywords.",
-        )
-    sampler = source.sampler
-    random = sampler if type(sampler) is RandomSampler else None
-    plain = random is None or (not random.replacement and random.num_samples == len(random.data_source))
-    if source.batch_size is None and source.batch_sampler is not None:
-        foreign = type(source.batch_sampler).__name__
-    elif not plain:
-        foreign = "RandomSampler with replacement or num_samples"
-    elif random is None and type(sampler) is not SequentialSampler:
-        foreign = type(sampler).__name__
     else:
-        settings = {name: getattr(source, name) for name in _KEYWORDS if name != "shuffle"}
-        return {**settings, "shuffle": random is not None}
-    raise UsageError(
-        f"the DataLoader draws its samples by a {foreign}, which would not deal them to the workers",
-        remedy="Hand over the dataset itself, with batch_size and shuffle as keywords.",
-    )
+        source, size = _indexed(dataset, place, options, sampler)
+    return Loader(dataset, source, place, size, on_batch, stopped)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    batch_size = options["batch_size"]
-    if type(batch_size) is not int or batch_size < 1:
-        raise UsageError(
-            f"a loader with batch_size={batch_size!r}",
-            remedy="Give batch_size, the samples per worker and step, a whole number of 1 or more.",
-        )
-    if not options.get("in_order", True):
-        raise UsageError(
-            "a loader with in_order=False: it could not tell which batch has come",
-            remedy="Leave in_order out.",
-        )
+def _indexed(dataset: Any, place: Place, options: dict[str, Any], sampler: Any) -> tuple[Source, int | None]:
+    if sampler is not None:
+        check_sampler(sampler)
+    whole = "batch_sampler" in options
+    sizes = sizes_of(options.pop("batch_size", 1), place.workers)
+    options.setdefault("shuffle", sampler is None)
+    options.setdefault("drop_last", False)
+    return Indexed(dataset, place, sizes, options), None if whole else sizes[place.rank]
+
+
+def _stream(
+    dataset: Any, place: Place, options: dict[str, Any], agree: Callable[[bool], bool] | None, sharded: bool
+) -> tuple[Source, int]:
+    name = type(dataset).__name__
+    for unfit in ("sampler", "batch_sampler", "shuffle"):
+        if options.pop(unfit, None):
+            raise UsageError(
+                f"{unfit} for a {name}, a stream, which comes in its own order",
+                remedy="Leave it out and shuffle in the dataset, or use one with __len__ and __getitem__.",
+            )
+    sizes = sizes_of(options.pop("batch_size"), place.workers)
+    if sharded and agree is None:
+        if place.workers > 1:
+            raise UsageError(
+                "a sharded stream for a group of several workers, which have no way to agree on its end here",
+                remedy="Leave out sharded=True, or use groups of one worker.",
+            )
+        agree = bool
+    return Streamed(dataset, place, sizes, options, agree if sharded else None), sizes[place.rank]
 
 
 class Loader:
     """This worker's batches, epoch after epoch.
 
     Each iteration is one epoch; one left by ``break`` is over, and the next iteration is the next epoch. All
-    workers of a group have the same number of batches.
+    workers of a group have the same number of batches. With fewer samples than workers some repeat a sample
+    that does not count; with fewer than groups, or none, some groups have no batches.
 
     Attributes:
         dataset: what the samples come from.
-        batch_size: samples per worker and batch.
+        batch_size: samples per batch of this worker; None where a batch sampler makes them.
         epoch: the epoch that is being dealt, or is next; counted from 0.
         position: batches of that epoch that were handed out.
     """
 
     def __init__(
-        self, dataset: Any, options: Mapping[str, Any], place: Place, on_batch: Callable[[int], None]
+        self,
+        dataset: Any,
+        source: Source,
+        place: Place,
+        batch_size: int | None,
+        on_batch: Callable[[int], None],
+        stopped: Callable[[], bool],
     ) -> None:
-        rest = dict(options)
-        self.dataset, self.batch_size = dataset, rest.pop("batch_size")
+        self.dataset, self.batch_size = dataset, batch_size
         self.epoch = self.position = 0
-        self._place, self._on_batch = place, on_batch
-        self._shuffle, self._drop_last = bool(rest.pop("shuffle")), bool(rest.pop("drop_last"))
+        self._source, self._place, self._on_batch, self._stopped = source, place, on_batch, stopped
+        self._state: Any = None  # a stream's own, after the last batch handed out
         self._iteration: object | None = None  # the one that is open
-        self._length = len(self._dealt())
-        self._ours = torch.Generator()  # torch's global one must not move: one worker equals plain PyTorch
-        rest["generator"] = rest.get("generator") or self._ours
-        rest["worker_init_fn"] = _Start(rest.get("worker_init_fn"))
-        self._sampler = _Dealt()
-        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._sampler, **rest)
 
     def __len__(self) -> int:
-        """Batches of this worker per epoch."""
-        return self._length
+        """Batches of this worker in the present epoch.
+
+        Raises:
+            TypeError: a stream of unknown length.
+        """
+        length = self._source.length(self.epoch)
+        if length is None:
+            raise TypeError(f"nobody knows the length of a {type(self.dataset).__name__}, a stream")
+        return length
 
     def __iter__(self) -> Iterator[Any]:
         """The next epoch, or the rest of the one that a loaded state stands in."""
@@ -186,44 +159,56 @@ class Loader:
         Raises:
             UsageError: this worker has no batches.
         """
-        if not len(self):
-            raise UsageError(
-                f"no batches for worker {self._place.group}.{self._place.rank}: {len(self.dataset)} samples"
-                f" for {self._place.groups} groups",
-                remedy="Use more samples, fewer groups or drop_last=False.",
-            )
+        if self._source.length(self.epoch) == 0:
+            raise self._empty()
         return self._epochs()
+
+    def _empty(self) -> UsageError:
+        place = self._place
+        return UsageError(
+            f"no batches for worker {place.group}.{place.rank}: too few samples for {place.groups} groups",
+            remedy="Use more samples, fewer groups or drop_last=False.",
+        )
 
     def _epochs(self) -> Iterator[Any]:
         mine = self._open()
         try:
-            while True:
-                yield from self._rest(mine)
+            while not (yield from self._rest(mine)):
+                if not self.position:
+                    raise self._empty()
                 self._next_epoch()
         finally:
             if self._iteration is mine:
                 self._iteration = None
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader stands: ``epoch``, and ``position``, the batches of it handed out."""
-        return {"epoch": self.epoch, "position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: ``epoch``, and ``position``, the batches of it handed out.
+
+        And ``dataset``, the state of a stream that has one.
+        """
+        own = {} if self._state is None else {"dataset": self._state}
+        return {"epoch": self.epoch, "position": self.position, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration hands out the rest of the state's epoch. An iteration that is open is over.
 
-        The samples are those of a run that never stopped. What a dataset draws at random in processes of the
-        DataLoader is drawn afresh.
+        The samples are those of a run that never stopped; a stream without a state of its own is read again
+        up to there. What a dataset draws at random in processes of the DataLoader is drawn afresh.
 
         Raises:
             UsageError: not such a state, or one of other data or another cluster.
         """
-        epoch, position = state.get("epoch"), state.get("position")
-        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= len(self):
+        epoch: Any = state.get("epoch")
+        position: Any = state.get("position")
+        numbers = all(type(number) is int and number >= 0 for number in (epoch, position))
+        if not numbers or not self._source.holds(epoch, position):
             raise UsageError(
-                f"a loader with {len(self)} batches cannot stand at epoch {epoch}, position {position}",
+                f"a loader with {self._source.length(self.epoch)} batches cannot stand at epoch {epoch}, "
+                f"position {position}",
                 remedy="Load what state_dict() gave, with the same dataset, batch_size and cluster.",
             )
         self.epoch, self.position, self._iteration = epoch, position, None
+        self._state = state.get("dataset")
 
     def _open(self) -> object:
         if self._iteration is not None:
@@ -232,60 +217,20 @@ class Loader:
         return self._iteration
 
     def _next_epoch(self) -> None:
-        self.epoch, self.position = self.epoch + 1, 0
+        self.epoch, self.position, self._state = self.epoch + 1, 0, None
 
-    def _dealt(self) -> Sequence[Batch]:
-        place = self._place
-        samples = order(len(self.dataset), place.seed, self.epoch, self._shuffle)
-        return deal(
-            samples, place.groups, place.workers, self.batch_size, place.group, place.rank, self._drop_last
-        )
-
-    def _rest(self, mine: object) -> Iterator[Any]:
-        """What is left of the present epoch, as long as no other iteration begins."""
-        batches, place = self._dealt(), self._place
-        left = range(self.position, len(batches))
-        self._ours.manual_seed(seed_of(place.seed, self.epoch, place.group, place.rank))
-        self._sampler.batches = (list(batches[number].indices) for number in left)
-        loaded = iter(self._loader) if left else iter(())
-        try:
-            for number in left:
-                content: Any = next(loaded)
-                self.position = number + 1
-                self._on_batch(batches[number].weight)
+    def _rest(self, mine: object) -> Generator[Any, None, bool]:
+        """What is left of the present epoch, as long as no other iteration begins; whether it was stopped."""
+        with closing(self._source.batches(self.epoch, self.position, self._state)) as batches:
+            for content, weight, state in batches:
+                if self._stopped():
+                    return True
+                self.position, self._state = self.position + 1, state
+                self._on_batch(weight)
                 yield content
                 if self._iteration is not mine:
                     raise UsageError(
                         "this iteration of the loader is over: another one began, or a state was loaded",
                         remedy="Iterate over a loader in one place at a time.",
                     )
-        finally:
-            del loaded  # torch ends its processes with it
-
-
-class _Dealt(Sampler[list[int]]):
-    """A batch sampler that is told its batches before each epoch."""
-
-    batches: Iterable[list[int]] = ()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
-
-
-class _Start:
-    """How a DataLoader's process starts: it will end when its parent is gone; then the user's function."""
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self.then = then
-
-    def __call__(self, worker: int) -> None:
-        Thread(target=_end_with_parent, daemon=True).start()
-        if self.then is not None:
-            self.then(worker)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+        return False

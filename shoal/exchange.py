@@ -118,6 +118,7 @@ class Exchange:
         self._slots: dict[int, Tensor] = {}
         self._tokens: dict[int, Token] = {}
         self._totals: Counter[str] = Counter()
+        self._questions = 0
         self._commits: dict[tuple[str, int], Commit] = {}
         self._handlers: dict[Kind, Callable[[Message, _Wait], None]] = {
             Kind.WELCOME: self._welcome,
@@ -215,12 +216,17 @@ class Exchange:
         """The norm of the group's averaged gradient (float64), nan where a worker's is not finite."""
         step = self.steps[optimizer] + 1
         owned = self._by_server(optimizer)
+        self._questions += 1
+        asked: set[str] = set()
 
         def ask(server: str) -> None:
             numbers = {c: self._numbers[c] for c in owned[server] & decision.counts}
             touched = {c: t for c, t in decision.touched.items() if c in owned[server]}
-            body = Norm(optimizer, numbers, touched, decision.weight, decision.finite, decision.scale)
-            self._post.send(server, Kind.NORM, body, group=self.member.group, step=step)
+            weight, finite, again = decision.weight, decision.finite, server in asked
+            body = Norm(optimizer, numbers, touched, weight, finite, decision.scale, again)
+            asked.add(server)
+            group, number = self.member.group, self._questions
+            self._post.send(server, Kind.NORM, body, group=group, step=step, number=number)
 
         wait = _Wait("the norm of the group's gradient", "values", optimizer, step, again=ask)
         self._send_and_wait(wait)
@@ -378,7 +384,7 @@ class Exchange:
         wait.chunks.discard(chunk.number)
 
     def _norm(self, message: Message, wait: _Wait) -> None:
-        if message.header.step == wait.step:
+        if (message.header.step, message.header.number) == (wait.step, self._questions):
             wait.norms[message.header.sender] = message.body(NormAnswer).squared
             wait.peers.discard(message.header.sender)
 

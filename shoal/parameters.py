@@ -103,6 +103,11 @@ def describe(
     for prefix, model in named_models(models):
         for name, parameter in model.named_parameters():
             names.setdefault(parameter, prefix + plain_name(name))
+            if nn.parameter.is_lazy(parameter):
+                raise UsageError(
+                    f"{names[parameter]} has no shape yet",
+                    remedy="run one forward pass before prepare() to materialise it",
+                )
     ordered = [t for t in names if t in owners] + [t for t in owners if t not in names]
     if not any(t.requires_grad and t.numel() for t in ordered):
         raise UsageError(
@@ -114,11 +119,6 @@ def describe(
             names[tensor] = f"optimizer.{count}"
     parameters = []
     for tensor in ordered:
-        if nn.parameter.is_lazy(tensor):
-            raise UsageError(
-                f"{names[tensor]} has no shape yet",
-                remedy="run one forward pass before prepare() to materialise it",
-            )
         optimizer, settings = owners[tensor]
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         parameters.append(Parameter(names[tensor], shape, dtype, optimizer, settings, whole[optimizer]))

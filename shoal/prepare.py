@@ -176,7 +176,7 @@ class Stepper:
 
     def clip_grad_norm_(self, max_norm: float, scaler: Any = None) -> float:
         """Clip the group's averaged gradient to `max_norm`; returns its norm before clipping."""
-        self._scale = _loss_scale(scaler, self._optimizer)
+        self._scale, self._clipped = _loss_scale(scaler, self._optimizer), False
         norm = self._exchange.norm(self.number, self._decide(compare=scaler is not None))
         self._coefficient = min(1.0, max_norm / (norm + 1e-6)) if norm == norm else 1.0
         self._clipped = True
@@ -208,21 +208,21 @@ class Stepper:
         progress = self._progress[chunk.number]
         if not progress.left or progress.again:
             return False
+        fresh = True
         for piece, gradient in enumerate(gradients):
             if gradient is None:
-                if piece in progress.seen:
-                    return False  # dropped after its push: it counts as zero
+                fresh &= piece not in progress.seen  # dropped after its push: it counts as zero
                 continue
             same = progress.seen.get(piece) == (gradient.data_ptr(), gradient._version)
             if compare:
                 place = chunk.pieces[piece]
                 part = gradient.detach().reshape(-1)[place.start : place.stop]
                 same = _same_bytes(part, self._replica.piece(chunk, piece))
-            if not same and self._workers > 1:
-                raise self._edited(self._name(chunk, piece), "after it was pushed to the servers")
-            if not same:
-                return False
-        return True
+            if not same and (self._workers > 1 or self._clipped) and gradient.any():  # zeros are zero_grad's
+                when = "after clipping" if self._clipped else "after it was pushed to the servers"
+                raise self._edited(self._name(chunk, piece), when)
+            fresh &= same
+        return fresh
 
     def _push_late(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
         if self._clipped:
@@ -372,17 +372,17 @@ def adopt(optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
 
 def _loss_scale(scaler: Any, optimizer: torch.optim.Optimizer) -> float:
     """The factor that the gradients still carry."""
-    if scaler is None:
+    if scaler is None or not scaler.is_enabled():
         return 1.0
     stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
     return 1.0 if stage.name == "UNSCALED" else float(scaler.get_scale())
 
 
 def _mark(buffer: Tensor) -> tuple[int, ...]:
-    """Tells whether a buffer has changed. Batch norm's kernels do not count versions, so bytes are compared."""
-    if buffer.is_floating_point() and not isinstance(buffer, torch.nn.Parameter):
-        return (fingerprint(buffer),)
-    return buffer.data_ptr(), buffer._version
+    """Tells whether a buffer was written to; by its bytes too, as batch norm's kernels count no versions."""
+    version = buffer.data_ptr(), buffer._version
+    counted = isinstance(buffer, torch.nn.Parameter) or not buffer.is_floating_point()
+    return version if counted else (*version, fingerprint(buffer))
 
 
 def _finite(values: Tensor) -> bool:

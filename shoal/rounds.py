@@ -64,9 +64,10 @@ class Rounds:
         self._start = settings
         self._payloads: dict[tuple[int, int, int], Tensor] = {}
         self._commits: dict[tuple[int, int], dict[int, Commit]] = {}
-        self._settings: dict[tuple[int, int], Settings] = {}
+        self._settings: dict[tuple[int, int, int], Settings] = {}
         self._snapshots: dict[tuple[int, int], Snapshot] = {}
-        self._norms: dict[tuple[int, int], tuple[int, float]] = {}
+        self._questions: dict[tuple[int, int], tuple[Life, int]] = {}
+        self._norms: dict[Life, tuple[int, float]] = {}
 
     # One handler per kind of message.
 
@@ -85,7 +86,8 @@ class Rounds:
         """A worker's word about a step arrived."""
         body, life = message.body(Commit), life_of(message)
         commits = self._commits.setdefault((life.group, body.optimizer), {})
-        self._take_settings(life, body)
+        if body.settings is not None:
+            self._settings[life.group, body.optimizer, life.rank] = body.settings
         commits[life.rank] = body
         if body.cursor:
             self.cursors[message.header.sender] = body.cursor
@@ -106,12 +108,14 @@ class Rounds:
     def norm(self, message: Message) -> None:
         """A worker asks for the norm of its group's averaged gradient."""
         body, life, step = message.body(Norm), life_of(message), message.header.step
-        known_step, squared = self._norms.get((life.group, body.optimizer), (0, 0.0))
-        if known_step == step:  # asked again, because the answer was lost
-            self._post.send(message.header.sender, Kind.NORM, NormAnswer(body.optimizer, squared), step=step)
-            return
-        question = acts.Norm(life, body.optimizer, step, body.numbers, body.touched, body.weight, body.finite)
-        self._admit(question)
+        question = message.header.number
+        answered, squared = self._norms.get(life, (0, 0.0))
+        if question == answered:  # asked again, because the answer was lost
+            self._send_norm(life, NormAnswer(body.optimizer, squared), step)
+        elif question > answered:
+            self._questions[life.group, life.rank] = (life, question)
+            said = (body.numbers, body.touched, body.weight, body.finite, body.again)
+            self._admit(acts.Norm(life, body.optimizer, step, *said))
 
     def pull(self, message: Message) -> None:
         """A worker asks for values: its group's (step given), or the present ones (number 1)."""
@@ -173,7 +177,7 @@ class Rounds:
                 gradient = gradient * (1 / commit.scale)
             if commit.clip != 1:
                 gradient = gradient * commit.clip
-            settings = self._settings.get(key, self._start[chunk.optimizer])
+            settings = self._settings.get((*key, 0), self._start[chunk.optimizer])
             self.shard.step(rule.chunk, gradient, rule.touched, settings)
             self.staleness[action.staleness] += 1
         self.sync.closed(rule.chunk, time.monotonic())
@@ -182,10 +186,14 @@ class Rounds:
         squared = float("nan")
         if action.averages is not None:
             squared = squared_norm({a.chunk: self._averaged(a) for a in action.averages if a.ranks})
-        self._norms[action.group, action.optimizer] = (action.step, squared)
         for rank in range(self.admission.workers(action.group)):
-            answer = NormAnswer(action.optimizer, squared)
-            self._post.send(_worker(action.group, rank), Kind.NORM, answer, step=action.step)
+            life, question = self._questions[action.group, rank]
+            self._norms[life] = (question, squared)
+            self._send_norm(life, NormAnswer(action.optimizer, squared), action.step)
+
+    def _send_norm(self, life: Life, answer: NormAnswer, step: int) -> None:
+        question, _ = self._norms[life]
+        self._post.send(_worker(life.group, life.rank), Kind.NORM, answer, step=step, number=question)
 
     def _tell(self, action: acts.Tell) -> None:
         names = [_worker(action.group, rank) for rank in action.ranks]
@@ -245,17 +253,11 @@ class Rounds:
 
     # Hyperparameters: worker 0 of the group decides.
 
-    def _take_settings(self, life: Life, body: Commit) -> None:
-        if body.settings is not None and life.rank == 0:
-            self._settings[life.group, body.optimizer] = body.settings
-
     def _settings_for(self, reply: acts.Reply, rank: int) -> Settings | None:
-        """The group's settings, for a worker that has just committed with others."""
+        """The group's settings, for a worker that last committed with others."""
         optimizer = self._plan.chunks[reply.chunk].optimizer
-        commit = self._commits.get((reply.group, optimizer), {}).get(rank)
-        ours = self._settings.get((reply.group, optimizer))
-        differs = rank > 0 and commit is not None and commit.settings is not None and commit.settings != ours
-        return ours if differs else None
+        ours = self._settings.get((reply.group, optimizer, 0))
+        return ours if self._settings.get((reply.group, optimizer, rank)) != ours else None
 
     def _chunk(self, message: Message) -> Chunk:
         """The chunk that a message is about; raises ProtocolError where it is not this server's."""

@@ -85,7 +85,7 @@ class Server:
         if message is not None:
             try:
                 self._handle(message)
-            except (ProtocolError, ModelMismatch) as error:
+            except ProtocolError as error:
                 refusal = Refuse(type(error).__name__, error.what)
                 self._post.send(message.header.sender, Kind.REFUSE, refusal)
             except PeerFailed as error:  # a worker that died; who supervises it decides what follows
@@ -214,7 +214,9 @@ class Server:
             return
         hello = message.body(Hello)
         if found := differs(hello, model):
-            raise ModelMismatch(f"the model of {sender} differs from that of {FIRST}: {found}")
+            what = f"the model of {sender} differs from that of {FIRST}: {found}"
+            self._post.send(sender, Kind.REFUSE, Refuse(ModelMismatch.__name__, what))
+            return
         life = life_of(message)
         self.rounds.admission.admit(acts.Join(life))
         steps = tuple(

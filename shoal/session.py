@@ -23,6 +23,7 @@ from shoal.data import Loader, make_loader
 from shoal.errors import UsageError
 from shoal.events import Events
 from shoal.rundir import RunDir
+from shoal.sampling import Place
 from shoal.server import Server
 from shoal.site import Membership, OneMachine, OneProcess, Site
 from shoal.topology import Topology
@@ -118,20 +119,17 @@ class Run:
         """Deal a dataset to all workers: each sample once per epoch, over all groups.
 
         Args:
-            data: a map-style dataset, or a DataLoader to take dataset and settings from.
-            keywords: DataLoader's; `batch_size` is per worker, `shuffle` is True unless said otherwise.
+            data: a dataset, a stream (IterableDataset), or a DataLoader to take all settings from.
+            keywords: DataLoader's; `batch_size` is per worker (a number, or numbers by rank in the group),
+                `shuffle` is True unless said otherwise. `sharded=True`: this stream is the worker's own part.
 
         Raises:
-            UsageError: for what cannot be dealt (an IterableDataset, a sampler of one's own).
+            UsageError: for what cannot be dealt, or a sampler that would deal once more.
         """
         seed, topology = self._m.config.seed, self._m.topology
         loader = make_loader(
             data,
-            seed=seed,
-            groups=topology.worker_groups,
-            workers=topology.workers_per_group,
-            group=self.group,
-            rank=self.rank_in_group,
+            Place(seed, topology.worker_groups, topology.workers_per_group, self.group, self.rank_in_group),
             on_batch=self._training.drawn,
             **keywords,
         )

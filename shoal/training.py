@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Training:
         self._steppers: dict[int, Stepper] = {}
         self._exchange: Exchange | None = None
         self._replica: Replica | None = None
-        self._evaluations = 0
+        self._evaluations: Counter[str] = Counter()
         self._noted: set[str] = set()
         self._reported = 0.0
         self._began = self._ended = time.time()
@@ -235,10 +236,12 @@ class Training:
         """See Run.evaluate."""
         replica, exchange = self._joined()
         topology, member = self.membership.topology, self.membership.member
-        self._evaluations += 1
+        whose = "all" if self.left else str(member.group)  # groups may have evaluated more or less often
+        self._evaluations[whose] += 1
+        key = f"evaluate/{whose}/{self._evaluations[whose]}"
         if self.left:
             self.settle()
-            key, alone = f"evaluate/all/{self._evaluations}", len(topology.workers) == 1
+            alone = len(topology.workers) == 1
             ours = topology.rank(member) == 0
             return self._shared.compute(key, lambda: function(*args, **keywords), ours=ours, alone=alone)
 
@@ -250,7 +253,7 @@ class Training:
             finally:
                 self._install(Outcome(dict(own)))
 
-        key, alone = f"evaluate/{member.group}/{self._evaluations}", topology.workers_per_group == 1
+        alone = topology.workers_per_group == 1
         return self._shared.compute(key, present, ours=member.index == 0, alone=alone)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -161,7 +161,11 @@ class Commit(Body, frozen=True):
 
 
 class Norm(Body, frozen=True):
-    """A worker's question for the squared norm of the group's averaged gradient; fields as in Commit."""
+    """A worker's question for the squared norm of the group's averaged gradient; fields as in Commit.
+
+    Attributes:
+        again: no answer came, so something may have been lost.
+    """
 
     optimizer: int
     numbers: dict[int, int]
@@ -169,6 +173,7 @@ class Norm(Body, frozen=True):
     weight: float
     finite: bool
     scale: float
+    again: bool = False
 
 
 class NormAnswer(Body, frozen=True):

@@ -212,7 +212,9 @@ def close(ours: Values, theirs: Values, tolerance: float = 1e-9) -> None:
     """Every value within the tolerance, absolute and relative."""
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def same(ours: Values, theirs: Values) -> None:
@@ -244,6 +246,12 @@ def adds_up(report: Report) -> None:
     assert sum(final["pushed"] for final in servers) == sum(
         final["pushed"] for final in finals if "applied" not in final
     )
+
+
+def counted(report: Report, name: str) -> int:
+    """A number that servers report, summed over them."""
+    finals = [report.events[server].last("finished") for server in report.servers]
+    return sum(final[name] for final in finals)
 
 
 def dropped(report: Report, reason: str) -> int:

@@ -14,25 +14,22 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     TensorDataset,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
-from shoal.data import Loader, make_loader
+from shoal.data import Loader, Place, make_loader
 from shoal.errors import UsageError
 
 
+PLACE = ("seed", "groups", "workers", "group", "rank")
+
+
 def loader_of(data: Any, on_batch: Callable[[int], None] = lambda weight: None, **options: Any) -> Loader:
-    place = {"seed": 0, "groups": 1, "workers": 1, "group": 0, "rank": 0}
-    place |= {name: options.pop(name) for name in place if name in options}
-    return make_loader(data, on_batch=on_batch, **place, **options)
+    place = {name: options.pop(name) for name in PLACE if name in options}
+    return make_loader(data, Place(**place), on_batch=on_batch, **options)
 
 
 def epoch_of(loader: Loader) -> list[list[int]]:
@@ -47,11 +44,6 @@ class Noise(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.rand(())
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
 
 
 class Sized:
@@ -90,6 +82,34 @@ def test_a_worker_without_samples_repeats_one_at_weight_zero() -> None:
     loader = loader_of(list(range(5)), weights.append, workers=2, rank=1, batch_size=2, shuffle=False)
     assert epoch_of(loader) == [[2, 3], [4]]
     assert weights == [2, 0]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_workers_may_have_batches_of_their_own_size(drop_last: bool) -> None:
+    sizes = {1: 7, 0: 2, 2: 1}
+    counted: Counter[int] = Counter()
+    for group in range(2):
+        loaders = [
+            loader_of(range(57), groups=2, workers=3, group=group, rank=rank, batch_size=sizes, drop_last=drop_last)
+            for rank in range(3)
+        ]  # fmt: skip
+        assert [loader.batch_size for loader in loaders] == [2, 7, 1]
+        epochs = [epoch_of(loader) for loader in loaders]
+        assert {len(epoch) for epoch in epochs} == {2 if drop_last else 3}
+        assert [[len(batch) for batch in epoch[:2]] for epoch in epochs] == [[2, 2], [7, 7], [1, 1]]
+        counted.update(sample for epoch in epochs for batch in epoch for sample in batch)
+    assert set(counted.values()) == {1} and len(counted) == (40 if drop_last else 57)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 2])
+def test_fewer_samples_than_workers(samples: int) -> None:
+    for rank in range(3):
+        weights: list[int] = []
+        loader = loader_of(list(range(samples)), weights.append, workers=3, rank=rank, batch_size=4)
+        batches = epoch_of(loader)
+        assert len(loader) == len(batches) == (samples > 0)
+        assert weights == [int(rank < samples)] * (samples > 0)
+        assert all(len(batch) == 1 for batch in batches)
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {}])
@@ -208,8 +228,20 @@ def test_endless_goes_over_the_epochs_and_on_where_it_was_left() -> None:
 def test_endless_without_batches_is_an_error() -> None:
     loader = loader_of(range(1), groups=2, group=1)
     assert len(loader) == 0 and epoch_of(loader) == []
-    with pytest.raises(UsageError, match=r"no batches for worker 1\.0: 1 samples for 2 groups"):
+    with pytest.raises(UsageError, match=r"no batches for worker 1\.0: too few samples for 2 groups"):
         loader.endless()
+
+
+def test_a_stop_ends_every_iteration_before_a_batch_is_handed_out() -> None:
+    asked = iter([False, False, True, False, True, False])
+    weights: list[int] = []
+    loader = loader_of(range(8), weights.append, batch_size=2, stopped=lambda: next(asked), shuffle=False)
+    assert epoch_of(loader) == [[0, 1], [2, 3]]
+    assert loader.state_dict() == {"epoch": 1, "position": 0}
+    assert [batch.tolist() for batch in loader.endless()] == [[0, 1]]
+    assert loader.state_dict() == {"epoch": 1, "position": 1}
+    assert weights == [2, 2, 2]
+    assert next(loader.endless()).tolist() == [2, 3]  # what was fetched but not handed out comes again
 
 
 def test_two_iterations_at_once_are_an_error() -> None:
@@ -260,9 +292,8 @@ def test_persistent_processes_persist() -> None:
 
 ORPHANS = """
 from multiprocessing import active_children
-from shoal.data import make_loader
-loader = make_loader(range(1000), seed=0, groups=1, workers=1, group=0, rank=0, on_batch=lambda weight: None,
-                     num_workers=2)
+from shoal.data import Place, make_loader
+loader = make_loader(range(1000), Place(), on_batch=lambda weight: None, num_workers=2)
 iterator = iter(loader)
 next(iterator)
 print(*[child.pid for child in active_children()], flush=True)
@@ -319,28 +350,21 @@ def test_a_dataloaders_wish_to_shuffle_is_taken_over(shuffle: bool | None, seque
 
 DATA = TensorDataset(torch.arange(6))
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (Stream(), {}, "Stream cannot be dealt"),
-    (DataLoader(Stream()), {}, "Stream cannot be dealt"),
-    (iter([1, 2]), {}, "cannot be dealt"),
+    (iter([1, 2]), {}, "list_iterator can be read once only"),
     (Sized(), {}, "Sized cannot be dealt"),
     (DATA, {"bach_size": 3}, "no keyword 'bach_size'\n.*batch_size"),
+    (DATA, {"shared": True}, "no keyword 'shared'\n.*sharded"),
     (DATA, {"dataset": DATA}, "no keyword 'dataset'"),
-    (DATA, {"sampler": RandomSampler(DATA)}, "takes no sampler"),
-    (DATA, {"batch_sampler": [[0]]}, "takes no batch_sampler"),
+    (DATA, {"sharded": True}, "sharded=True for a TensorDataset"),
     (DATA, {"batch_size": 0}, "batch_size=0"),
     (DATA, {"batch_size": None}, "batch_size=None"),
     (DATA, {"batch_size": True}, "batch_size=True"),
+    (DATA, {"batch_size": {0: 2, 1: 0}, "workers": 2}, "batch_size=0"),
+    (DATA, {"batch_size": {1: 2}, "workers": 3}, "for a group of 3, lacks 0, 2\n.*0 to 2"),
+    (DATA, {"batch_size": {0: 2, 1: 2, "x": 3}}, "for a group of 1, also has 1, 'x'"),
     (DATA, {"in_order": False}, "in_order=False"),
     (DataLoader(DATA), {"batch_size": 2, "shuffle": True}, "a DataLoader and keywords: batch_size, shuffle"),
     (DataLoader(DATA, batch_size=None), {}, "batch_size=None"),
-    (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 6, 6)), {}, "by a WeightedRandomSampler"),
-    (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), {}, "with replacement"),
-    (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=3)), {}, "or num_samples"),
-    (
-        DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, False)),
-        {},
-        "by a BatchSampler",
-    ),
 ]
 
 

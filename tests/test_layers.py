@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,8 +30,13 @@ LAYERS = (
     "rounds",
     "server",
     "site",
+    "collectives",
     "evaluation",
     "prepare",
+    "randomness",
+    "sources",
+    "streams",
+    "options",
     "data",
     "training",
     "session",
@@ -122,3 +128,9 @@ def test_only_launch_reads_the_environment() -> None:
 def test_the_command_line_starts_without_torch() -> None:
     code = "import sys, shoal.cli, shoal.launch.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_readme_lists_the_modules_in_this_order() -> None:
+    readme = (ROOT.parent / "README.md").read_text()
+    listed = re.findall(r"^  (\w+)(?:\.py |/$)", readme, re.MULTILINE)
+    assert [name for name in listed if name in LAYERS] == list(LAYERS)

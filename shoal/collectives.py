@@ -1,0 +1,108 @@
+"""Small values between the workers of a group: gather, mean, barrier, and torch's own process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from shoal.errors import UsageError
+from shoal.parameters import as_bytes, dtype_name, from_bytes
+from shoal.site import Membership, OneProcess, Site, wait_for
+
+
+class Collectives:
+    """What the workers of one group tell each other; all make the same calls in the same order."""
+
+    def __init__(self, membership: Membership, site: Site) -> None:
+        self._m, self._site = membership, site
+        self._rank, self._size = membership.member.index, membership.topology.workers_per_group
+        self._store: dist.Store | None = None
+        self._calls = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's value, in the order of ranks; numbers, text, lists, dicts, or a tensor each."""
+        return [_unpacked(content) for content in self._exchange(_packed(value))]
+
+    def mean(self, value: Any) -> Any:
+        """The mean of every worker's number (a float) or tensor (its shape and dtype)."""
+        values = self.gather(value)
+        if isinstance(value, Tensor):
+            total = torch.stack([v.to(torch.promote_types(v.dtype, torch.float32)) for v in values]).mean(0)
+            return total.to(value.dtype if value.is_floating_point() else total.dtype).to(value.device)
+        return sum(float(v) for v in values) / len(values)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's default process group, over this group's workers (Gloo); made at its first use."""
+        if isinstance(self._site, OneProcess) and self._size > 1:
+            raise UsageError(
+                "workers that are threads have no process group of torch's",
+                remedy="use run.mean and run.gather, or run the script with shoal run",
+            )
+        if not dist.is_initialized():
+            store = dist.PrefixStore(f"gloo/{self._m.member.group}/{self._m.incarnation}", self._meeting())
+            timeout = timedelta(seconds=self._m.config.timeouts.values)
+            dist.init_process_group(
+                "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timeout
+            )
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def _meeting(self) -> dist.Store:
+        self._store = self._store or self._site.store()
+        return self._store
+
+    def _exchange(self, content: bytes) -> list[bytes]:
+        """Every worker's bytes, in the order of ranks."""
+        if self._size == 1:
+            return [content]
+        if not isinstance(self._site, OneProcess):
+            return self._exchange_by_gloo(content)
+        self._calls += 1
+        keys = [f"gather/{self._m.member.group}/{self._calls}/{rank}" for rank in range(self._size)]
+        store, seconds = self._meeting(), self._m.config.timeouts.values
+        store.set(keys[self._rank], content.hex())
+        return [
+            bytes.fromhex(
+                wait_for(store, key, self._m, seconds, f"worker {key[7:]}'s value", self._site).decode()
+            )
+            for key in keys
+        ]
+
+    def _exchange_by_gloo(self, content: bytes) -> list[bytes]:
+        group = self.process_group
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
+        dist.all_gather(found, padded, group=group)
+        return [bytes(as_bytes(part[: int(size)])) for part, size in zip(found, sizes, strict=True)]
+
+
+def _packed(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        return msgspec.msgpack.encode((dtype_name(value.dtype), list(value.shape), bytes(as_bytes(plain))))
+    try:
+        return msgspec.msgpack.encode(("", value))
+    except TypeError as error:
+        raise UsageError(
+            f"this value cannot be sent to other workers ({error})",
+            remedy="gather tensors, numbers, text, lists or dicts of them",
+        ) from None
+
+
+def _unpacked(content: bytes) -> Any:
+    kind, *rest = msgspec.msgpack.decode(content)
+    if not kind:
+        return rest[0]
+    shape, raw = rest
+    return from_bytes(raw, kind).view(shape)

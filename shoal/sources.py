@@ -1,0 +1,163 @@
+"""Where a loader's batches come from: a dataset with indices, dealt by an order of ours or of the user's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from threading import Thread
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from shoal.randomness import Randomness, fresh
+from shoal.sampling import Batch, Place, deal, deal_whole, order, seed_of
+
+
+class Ready(NamedTuple):
+    """A batch as the script gets it, how many of its samples count, and the dataset's state after it."""
+
+    content: Any
+    weight: int
+    state: Any = None
+
+
+class Source(Protocol):
+    """Batches of one worker, epoch by epoch."""
+
+    def length(self, epoch: int) -> int | None:
+        """Batches in an epoch, counted from 0; None where nobody knows."""
+        ...
+
+    def holds(self, epoch: int, position: int) -> bool:
+        """Whether a loader can stand there."""
+        ...
+
+    def batches(self, epoch: int, position: int, state: Any) -> Generator[Ready, None, None]:
+        """The epoch's batches after the first ``position`` ones; ``state`` came with the last of those."""
+        ...
+
+
+class Indexed:
+    """Batches of a dataset with indices.
+
+    Args:
+        dataset: what has ``__getitem__``, and ``__len__`` unless there is a sampler.
+        place: whose batches.
+        sizes: samples per batch of each worker of the group, shape [workers].
+        options: DataLoader's keywords.
+    """
+
+    def __init__(self, dataset: Any, place: Place, sizes: Sequence[int], options: Mapping[str, Any]) -> None:
+        rest = dict(options)
+        self._dataset, self._place, self._sizes = dataset, place, sizes
+        self._user_sampler, self._user_batches = rest.pop("sampler", None), rest.pop("batch_sampler", None)
+        self._shuffle, self._drop_last = bool(rest.pop("shuffle")), bool(rest.pop("drop_last"))
+        self._known: tuple[int, Sequence[Batch]] | None = None  # an epoch and its batches
+        self._ours = torch.Generator()  # torch's global one must not move: one worker equals plain PyTorch
+        rest["generator"] = rest.get("generator") or self._ours
+        rest["worker_init_fn"] = Start(rest.get("worker_init_fn"))
+        self._sampler = _Dealt()
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._sampler, **rest)
+
+    def length(self, epoch: int) -> int:
+        """See Source.length."""
+        return len(self._dealt(epoch))
+
+    def holds(self, epoch: int, position: int) -> bool:
+        """See Source.holds."""
+        return position <= self.length(epoch)
+
+    def batches(self, epoch: int, position: int, state: Any) -> Generator[Ready, None, None]:
+        """See Source.batches; the state is always None."""
+        place, dealt = self._place, self._dealt(epoch)
+        left = range(position, len(dealt))
+        self._ours.manual_seed(seed_of(place.seed, epoch, place.group, place.rank))
+        self._sampler.batches = (list(dealt[number].indices) for number in left)
+        loaded = iter(self._loader) if left else iter(())
+        try:
+            for number in left:
+                yield Ready(next(loaded), dealt[number].weight)
+        finally:
+            del loaded  # torch ends its processes with it
+
+    def _dealt(self, epoch: int) -> Sequence[Batch]:
+        if self._known is None or self._known[0] != epoch:
+            self._known = epoch, self._deal(epoch)
+        return self._known[1]
+
+    def _deal(self, epoch: int) -> Sequence[Batch]:
+        seed = self._place.seed
+        if self._user_batches is not None:
+            return deal_whole(draw(self._user_batches, seed, epoch), self._place)
+        if self._user_sampler is not None:
+            samples: Any = draw(self._user_sampler, seed, epoch)
+        else:
+            samples = order(len(self._dataset), seed, epoch, self._shuffle)
+        return deal(samples, self._place, self._sizes, self._drop_last)
+
+
+class _Dealt(Sampler[list[int]]):
+    """A batch sampler that is told its batches before each epoch."""
+
+    batches: Iterable[list[int]] = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+def draw(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+    """All that a sampler of the user's gives for an epoch: the same list on every worker and after a resume.
+
+    Its generators, and the global ones of torch, numpy and random, are seeded ones meanwhile; afterwards they
+    stand where they stood. ``set_epoch`` is called where it exists.
+    """
+    own = seed_of(seed, epoch)
+    with Randomness(own).used():
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+        for number, part in enumerate(parts_of(sampler)):
+            if callable(told := getattr(part, "set_epoch", None)):
+                told(epoch)
+            fields = getattr(part, "__dict__", {})
+            for name, value in list(fields.items()):
+                kind = torch.Generator() if value is None and name == "generator" else value
+                if (generator := fresh(kind, seed_of(seed, epoch, number))) is not None:
+                    replaced.append((fields, name, value))
+                    fields[name] = generator
+        try:
+            return list(sampler)
+        finally:
+            for fields, name, value in replaced:
+                fields[name] = value
+
+
+def parts_of(sampler: Any) -> list[Any]:
+    """A sampler and the samplers that it draws from."""
+    found = [sampler]
+    for one in found:  # grows on the way
+        for name, value in getattr(one, "__dict__", {}).items():
+            inner = isinstance(value, Sampler) or (name.endswith("sampler") and value is not None)
+            if inner and all(value is not other for other in found):
+                found.append(value)
+    return found
+
+
+class Start:
+    """How a DataLoader's process starts: it will end when its parent is gone; then the user's function."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        Thread(target=_end_with_parent, daemon=True).start()
+        if self.then is not None:
+            self.then(worker)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
