@@ -57,19 +57,23 @@ def make_loader(
         dataset, options = data.dataset, settings_of(data, keywords)
     else:
         dataset, options = data, checked(keywords)
-    source: Source
-    size: int | None
+    source, size = _source(dataset, place, options, agree, sharded)
+    return Loader(dataset, source, place, size, on_batch, stopped)
+
+
+def _source(
+    dataset: Any, place: Place, options: dict[str, Any], agree: Callable[[bool], bool] | None, sharded: bool
+) -> tuple[Source, int | None]:
+    """Where the batches come from, and the samples in one."""
     sampler = options.get("batch_sampler", options.get("sampler"))
     if is_stream(dataset, sampler):
-        source, size = _stream(dataset, place, options, agree, sharded)
-    elif sharded:
+        return _stream(dataset, place, options, agree, sharded)
+    if sharded:
         raise UsageError(
             f"sharded=True for a {type(dataset).__name__}, which has indices",
             remedy="Leave it out and give every worker the whole dataset: its samples are dealt.",
         )
-    else:
-        source, size = _indexed(dataset, place, options, sampler)
-    return Loader(dataset, source, place, size, on_batch, stopped)
+    return _indexed(dataset, place, options, sampler)
 
 
 def _indexed(dataset: Any, place: Place, options: dict[str, Any], sampler: Any) -> tuple[Source, int | None]:

@@ -78,7 +78,8 @@ class _Wait:
     optimizer: int = 0
     step: int = 0
     chunks: set[int] = field(default_factory=set)
-    present: bool = False
+    number: int = 0
+    answer: Kind | None = None
     peers: set[str] = field(default_factory=set)
     outcome: Outcome = field(default_factory=Outcome)
     norms: dict[str, float] = field(default_factory=dict)
@@ -118,7 +119,7 @@ class Exchange:
         self._slots: dict[int, Tensor] = {}
         self._tokens: dict[int, Token] = {}
         self._totals: Counter[str] = Counter()
-        self._questions = 0
+        self._questions = self._pulls = self._loops = 0
         self._commits: dict[tuple[str, int], Commit] = {}
         self._handlers: dict[Kind, Callable[[Message, _Wait], None]] = {
             Kind.WELCOME: self._welcome,
@@ -159,7 +160,7 @@ class Exchange:
             self._post.send(server, Kind.HELLO, hello)
         for chunk, (entries, frames) in start.items():
             self._post.send(self.server_of(chunk), Kind.INIT, Init(tuple(entries)), frames, chunk=chunk)
-        wait = _Wait("the servers' welcome", "start", peers=set(self._servers))
+        wait = _Wait("the servers' welcome", "start", answer=Kind.WELCOME, peers=set(self._servers))
         self._until(wait, lambda: not wait.peers)
         for steps in wait.steps.values():
             for optimizer, step in enumerate(steps):
@@ -228,7 +229,9 @@ class Exchange:
             group, number = self.member.group, self._questions
             self._post.send(server, Kind.NORM, body, group=group, step=step, number=number)
 
-        wait = _Wait("the norm of the group's gradient", "values", optimizer, step, again=ask)
+        wait = _Wait(
+            "the norm of the group's gradient", "values", optimizer, step, answer=Kind.NORM, again=ask
+        )
         self._send_and_wait(wait)
         squared = sum(wait.norms[server] for server in self._servers)
         return float(squared**0.5) / decision.scale if squared == squared else squared
@@ -275,24 +278,29 @@ class Exchange:
 
     def pull(self, present: bool = False) -> Outcome:
         """All chunks' values: the group's own, or the server group's present ones."""
+        self._pulls += 1
+        number = self._pulls if present else -self._pulls  # so that no older answer is taken for this one's
         for server in self._servers:
-            self._post.send(server, Kind.PULL, number=int(present), group=self.member.group)
+            self._post.send(server, Kind.PULL, number=number, group=self.member.group)
         chunks = {chunk.number for chunk in self.plan.chunks}
-        wait = _Wait("all values", "values", chunks=chunks, present=present)
+        wait = _Wait("all values", "values", chunks=chunks, number=number)
         self._until(wait, lambda: not wait.chunks)
         return wait.outcome
 
     def leave(self) -> None:
         """Say that this worker's loop has ended; others no longer wait for it."""
+        self._loops += 1
         for server in self._servers:
             self._send_leave(server)
 
     def _send_leave(self, server: str) -> None:
-        self._post.send(server, Kind.LEAVE, Leave(self._totals[server]), group=self.member.group)
+        group, total = self.member.group, self._totals[server]
+        self._post.send(server, Kind.LEAVE, Leave(total), group=group, number=self._loops)
 
     def settle(self) -> None:
         """After leave(): wait until all groups have left and their updates are everywhere."""
-        wait = _Wait("the other groups to finish and the last sync", "finish", peers=set(self._servers))
+        what = "the other groups to finish and the last sync"
+        wait = _Wait(what, "finish", answer=Kind.LEAVE, peers=set(self._servers))
         wait.again = self._send_leave
         self._until(wait, lambda: not wait.peers)
 
@@ -342,7 +350,7 @@ class Exchange:
                 group=self.member.group,
                 chunk=chunk,
                 step=wait.step,
-                number=int(wait.present),
+                number=wait.number,
             )
 
     def _timed_out(self, wait: _Wait, limit: float) -> WaitTimeout:
@@ -362,6 +370,8 @@ class Exchange:
 
     def _welcome(self, message: Message, wait: _Wait) -> None:
         body = message.body(Welcome)
+        if wait.answer is not Kind.WELCOME:
+            return
         wait.peers.discard(message.header.sender)
         wait.steps[message.header.sender] = body.steps
         wait.differs |= body.differs
@@ -369,7 +379,7 @@ class Exchange:
     def _values(self, message: Message, wait: _Wait) -> None:
         header = message.header
         stale = wait.step and header.step != wait.step
-        if header.chunk not in wait.chunks or stale or bool(header.number) != wait.present:
+        if header.chunk not in wait.chunks or stale or header.number != wait.number:
             return  # answered twice
         chunk, body = self.plan.chunks[header.chunk], message.body(Values)
         outcome = wait.outcome
@@ -379,12 +389,13 @@ class Exchange:
         outcome.skipped |= body.skipped
         outcome.staleness = max(outcome.staleness, body.staleness)
         outcome.settings = body.settings or outcome.settings
-        if not wait.present:
+        if wait.number <= 0:
             self.version[chunk.number] = header.version
         wait.chunks.discard(chunk.number)
 
     def _norm(self, message: Message, wait: _Wait) -> None:
-        if (message.header.step, message.header.number) == (wait.step, self._questions):
+        asked = (Kind.NORM, wait.step, self._questions)
+        if (wait.answer, message.header.step, message.header.number) == asked:
             wait.norms[message.header.sender] = message.body(NormAnswer).squared
             wait.peers.discard(message.header.sender)
 
@@ -403,7 +414,8 @@ class Exchange:
         wait.blamed[message.header.sender] = message.body(Missing).members
 
     def _leave(self, message: Message, wait: _Wait) -> None:
-        wait.peers.discard(message.header.sender)
+        if (wait.answer, message.header.number) == (Kind.LEAVE, self._loops):
+            wait.peers.discard(message.header.sender)
 
     def _refuse(self, message: Message, wait: _Wait) -> None:
         body = message.body(Refuse)

@@ -42,7 +42,6 @@ class Rounds:
     Args:
         alone: one worker group, and no other server group: the shard itself may then be sent, because
             nothing changes it before every worker has it.
-        left: called with a group when all of its workers have left.
     """
 
     def __init__(
@@ -55,12 +54,11 @@ class Rounds:
         settings: tuple[Settings, ...],
         *,
         alone: bool,
-        left: Callable[[int], None],
     ) -> None:
         self.admission, self.shard, self.sync = admission, shard, sync
         self.staleness: Counter[int] = Counter()
         self.cursors: dict[str, tuple[int, ...]] = {}
-        self._plan, self._post, self._left, self._alone = plan, post, left, alone
+        self._plan, self._post, self._alone = plan, post, alone
         self._start = settings
         self._payloads: dict[tuple[int, int, int], Tensor] = {}
         self._commits: dict[tuple[int, int], dict[int, Commit]] = {}
@@ -73,7 +71,7 @@ class Rounds:
 
     def share(self, message: Message) -> None:
         """A worker's gradient of a chunk arrived."""
-        header, chunk = message.header, self._chunk(message)
+        header, chunk = message.header, self.chunk(message)
         payload = checked(message.frames, chunk, header.sender)
         share = acts.Share(life_of(message), chunk.number, header.step, header.number, header.base)
         for action in self.admission.admit(share):
@@ -85,6 +83,9 @@ class Rounds:
     def commit(self, message: Message) -> None:
         """A worker's word about a step arrived."""
         body, life = message.body(Commit), life_of(message)
+        self._check(message, body.optimizer, {*body.pushed, *body.touched})
+        if foreign := set(body.counts) - body.pushed.keys():
+            raise ProtocolError(f"{message.header.sender} counts chunk {min(foreign)}, which it did not push")
         commits = self._commits.setdefault((life.group, body.optimizer), {})
         if body.settings is not None:
             self._settings[life.group, body.optimizer, life.rank] = body.settings
@@ -108,6 +109,7 @@ class Rounds:
     def norm(self, message: Message) -> None:
         """A worker asks for the norm of its group's averaged gradient."""
         body, life, step = message.body(Norm), life_of(message), message.header.step
+        self._check(message, body.optimizer, {*body.numbers, *body.touched})
         question = message.header.number
         answered, squared = self._norms.get(life, (0, 0.0))
         if question == answered:  # asked again, because the answer was lost
@@ -118,18 +120,22 @@ class Rounds:
             self._admit(acts.Norm(life, body.optimizer, step, *said))
 
     def pull(self, message: Message) -> None:
-        """A worker asks for values: its group's (step given), or the present ones (number 1)."""
+        """A worker asks for values of a step (number 0), its group's last (below 0), or the present ones."""
         header = message.header
-        for chunk in self.shard.chunks if header.chunk < 0 else (self._chunk(message),):
-            if header.number:
+        life, number = life_of(message), header.number
+        for chunk in self.shard.chunks if header.chunk < 0 else (self.chunk(message),):
+            if number > 0:
                 values = self.shard.values(chunk.number).clone()
-                self._send_values(header.sender, chunk.number, values, Values(), number=1)
+                self._send_values(header.sender, chunk.number, values, Values(), number=number)
+            elif number < 0:
+                self._answer(chunk.number, life.group, life.rank, number)
             else:
-                self._admit(acts.Pull(life_of(message), chunk.number, header.step))
+                self._admit(acts.Pull(life, chunk.number, header.step))
 
-    def forget_snapshots(self) -> None:
-        """All groups have left and flushed: what a group asks for next is the common end."""
-        self._snapshots.clear()
+    def end_loop(self) -> None:
+        """All groups have left and flushed: a group that asks now gets this end, whatever others begin."""
+        for chunk, group in list(self._snapshots):
+            self._snapshot(acts.Reply(chunk, group, self.admission.closed(group, chunk), False, -1))
 
     # Actions.
 
@@ -154,8 +160,8 @@ class Rounds:
                 self._post.send(_worker(group, rank), Kind.PULL, chunk=chunk, step=step)
             case acts.Tell():
                 self._tell(action)
-            case acts.Left(group):
-                self._left(group)
+            case acts.Left():
+                pass  # its workers' leaves say of which loop
             case acts.Returned():
                 self.sync.resume()
             case acts.Hold():
@@ -221,14 +227,14 @@ class Rounds:
         self._snapshots[key] = snapshot
         return snapshot
 
-    def _answer(self, chunk: int, group: int, rank: int) -> None:
+    def _answer(self, chunk: int, group: int, rank: int, number: int = 0) -> None:
         snapshot = self._snapshots.get((chunk, group))
         if snapshot is None:
             closed = self.admission.closed(group, chunk)
             snapshot = self._snapshot(acts.Reply(chunk, group, closed, False, -1))
-        self._send_snapshot(snapshot, rank, resend=True)
+        self._send_snapshot(snapshot, rank, resend=True, number=number)
 
-    def _send_snapshot(self, snapshot: Snapshot, rank: int, resend: bool) -> None:
+    def _send_snapshot(self, snapshot: Snapshot, rank: int, resend: bool, number: int = 0) -> None:
         reply = snapshot.reply
         settings = self._settings_for(reply, rank)
         body = Values(reply.skipped, reply.staleness, settings)
@@ -240,6 +246,7 @@ class Rounds:
             body,
             group=reply.group,
             step=reply.step,
+            number=number,
             version=snapshot.version,
             lsn=snapshot.revision,
         )
@@ -259,12 +266,20 @@ class Rounds:
         ours = self._settings.get((reply.group, optimizer, 0))
         return ours if self._settings.get((reply.group, optimizer, rank)) != ours else None
 
-    def _chunk(self, message: Message) -> Chunk:
+    def chunk(self, message: Message) -> Chunk:
         """The chunk that a message is about; raises ProtocolError where it is not this server's."""
         header = message.header
         if header.chunk not in self.shard.revision:
             raise ProtocolError(f"{header.sender} sent a {header.kind.name.lower()} for chunk {header.chunk}")
         return self._plan.chunks[header.chunk]
+
+    def _check(self, message: Message, optimizer: int, chunks: set[int]) -> None:
+        """Raises ProtocolError where a worker speaks of what is not this server's."""
+        ours = {chunk.number for chunk in self.shard.chunks if chunk.optimizer == optimizer}
+        if optimizer not in range(len(self._start)):
+            raise ProtocolError(f"{message.header.sender} speaks of optimizer {optimizer}, which is not here")
+        if foreign := chunks - ours:
+            raise ProtocolError(f"{message.header.sender} speaks of chunk {min(foreign)}, which is not here")
 
 
 def _worker(group: int, rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 
 from torch import Tensor
@@ -41,6 +42,9 @@ class Server:
         self.rounds: Rounds | None = None
         self._post, self._events = post, events
         self._workers = {worker.name for worker in topology.workers_of(member)}
+        self._peers = {peer.name for peer in topology.peers_of(member)}
+        near = {server.name for server in leaders(member, topology)} | followers(member, topology)
+        self._known = self._workers | self._peers | near
         self._model: Hello | None = None
         self._plan: Plan | None = None
         self._hellos: dict[str, Message] = {}
@@ -48,6 +52,8 @@ class Server:
         self._early_values: list[Message] = []
         self._missing: set[int] = set()
         self._leaving: set[str] = set()
+        self._loops: Counter[str] = Counter()
+        self._settled = 0
         self._stopped: set[str] = set()
         self._waiting_for = followers(member, topology)
         self._handlers: dict[Kind, Callable[[Message], None]] = {
@@ -66,7 +72,7 @@ class Server:
             if peer != source:
                 self._post.send(peer.name, Kind.HELLO, Hello(VERSION))
         try:
-            while self._stopped != self._workers:
+            while not self._stopped >= self._workers | self._peers:
                 self._once()
         except Exception as error:
             text = "".join(traceback.format_exception(error))
@@ -79,19 +85,24 @@ class Server:
     def _once(self) -> None:
         try:
             message = self._post.receive(TICK)
+            if message is not None and message.header.sender not in self._known:
+                raise ProtocolError(f"{message.header.sender} is nobody whom {self.member} expects")
         except ProtocolError as error:  # a stranger's message: not ours to act on
             self._events.write("note", message=f"dropped a message: {error}")
             return
         if message is not None:
-            try:
-                self._handle(message)
-            except ProtocolError as error:
-                refusal = Refuse(type(error).__name__, error.what)
-                self._post.send(message.header.sender, Kind.REFUSE, refusal)
-            except PeerFailed as error:  # a worker that died; who supervises it decides what follows
-                self._events.write("note", message=str(error))
+            self._take(message)
         if self.rounds is not None:
             self.rounds.sync.tick(time.monotonic())
+
+    def _take(self, message: Message) -> None:
+        """Handle a message, or tell its sender why not."""
+        try:
+            self._handle(message)
+        except ProtocolError as error:
+            self._post.send(message.header.sender, Kind.REFUSE, Refuse(type(error).__name__, error.what))
+        except PeerFailed as error:  # a worker that died; who supervises it decides what follows
+            self._events.write("note", message=str(error))
 
     def _handle(self, message: Message) -> None:
         header = message.header
@@ -167,10 +178,7 @@ class Server:
         }
         waiting, self._early = [*self._hellos.values(), *self._early], []
         for message in waiting:
-            if message.header.kind is Kind.HELLO:
-                self._receive(message)
-            else:
-                self._handle(message)
+            self._take(message)
 
     def _make_rounds(self, plan: Plan) -> Rounds:
         topology, member, timeouts = self.topology, self.member, self.config.timeouts
@@ -191,9 +199,7 @@ class Server:
         )
         alone = len(served) == 1 and plan.server_groups == 1
         settings = tuple(spec.groups for spec in self._model.optimizers)
-        return Rounds(
-            plan, self._shard, admission, sync, self._post, settings, alone=alone, left=self._group_left
-        )
+        return Rounds(plan, self._shard, admission, sync, self._post, settings, alone=alone)
 
     def _receive(self, message: Message) -> None:
         """Welcome a worker, or hand the model to a server of another group."""
@@ -218,7 +224,8 @@ class Server:
             self._post.send(sender, Kind.REFUSE, Refuse(ModelMismatch.__name__, what))
             return
         life = life_of(message)
-        self.rounds.admission.admit(acts.Join(life))
+        for action in self.rounds.admission.admit(acts.Join(life)):
+            self.rounds.do(action)
         steps = tuple(
             self.rounds.admission.last_step(life.group, number) for number in range(len(model.optimizers))
         )
@@ -227,10 +234,10 @@ class Server:
     # Between server groups.
 
     def _sender(self, kind: Kind) -> Callable[..., None]:
-        def send(group: int, chunk: int, sequence: int, final: bool, tensor: Tensor) -> None:
+        def send(group: int, chunk: int, sequence: int, final: int, tensor: Tensor) -> None:
             peer = Member("server", group, self.member.index).name
             self._post.send(
-                peer, kind, frames=[as_bytes(tensor)], chunk=chunk, sequence=sequence, number=int(final)
+                peer, kind, frames=[as_bytes(tensor)], chunk=chunk, sequence=sequence, number=final
             )
 
         return send
@@ -238,45 +245,50 @@ class Server:
     def _sync_request(self, message: Message) -> None:
         header, rounds = message.header, self.rounds
         assert rounds is not None
-        chunk = self._shard.plan.chunks[header.chunk]
-        tensor = checked(message.frames, chunk, header.sender)
+        tensor = checked(message.frames, rounds.chunk(message), header.sender)
         group = Member.parse(header.sender).group
-        rounds.sync.requested(group, header.chunk, header.sequence, bool(header.number), tensor)
+        rounds.sync.requested(group, header.chunk, header.sequence, header.number, tensor)
         self._answer_leaving()
 
     def _sync_reply(self, message: Message) -> None:
         header, rounds = message.header, self.rounds
         assert rounds is not None
-        tensor = checked(message.frames, self._shard.plan.chunks[header.chunk], header.sender)
-        rounds.sync.answered(header.chunk, header.sequence, bool(header.number), tensor, time.monotonic())
+        tensor = checked(message.frames, rounds.chunk(message), header.sender)
+        rounds.sync.answered(header.chunk, header.sequence, header.number, tensor, time.monotonic())
         self._answer_leaving()
 
     # The end.
 
     def _leave(self, message: Message) -> None:
         assert self.rounds is not None
-        self._leaving.add(message.header.sender)
-        for action in self.rounds.admission.admit(acts.Leave(life_of(message), message.body(Leave).total)):
-            self.rounds.do(action)
+        sender, loop = message.header.sender, message.header.number
+        if loop > self._loops[sender]:
+            ended = min(self._loops[worker] for worker in self._workers)
+            self._loops[sender] = loop
+            for action in self.rounds.admission.admit(acts.Leave(life_of(message), message.body(Leave).total)):
+                self.rounds.do(action)
+            if (now_ended := min(self._loops[worker] for worker in self._workers)) > ended:
+                self.rounds.sync.flush(now_ended, time.monotonic())
+        self._leaving.add(sender)
         self._answer_leaving()
 
-    def _group_left(self, group: int) -> None:
-        assert self.rounds is not None
-        served = self.topology.worker_groups_of(self.member.group)
-        if all(self.rounds.admission.has_left(g) for g in served):
-            self.rounds.sync.flush(time.monotonic())
-
     def _answer_leaving(self) -> None:
-        """Once all groups have left and all differences are home, those who left may read the end."""
+        """Once all groups have left a loop and all differences are home, those who left may read the end."""
         assert self.rounds is not None
-        if self.rounds.sync.flushed and self._leaving:
-            self.rounds.forget_snapshots()
-            for name in sorted(self._leaving):
-                self._post.send(name, Kind.LEAVE, Leave())
-            self._leaving.clear()
+        ended = min(self._loops[worker] for worker in self._workers)
+        if self.rounds.sync.flushed and ended > self._settled:
+            self._settled = ended
+            self.rounds.end_loop()
+        for name in sorted(n for n in self._leaving if self._loops[n] <= self._settled):
+            self._post.send(name, Kind.LEAVE, Leave(), number=self._loops[name])
+            self._leaving.discard(name)
 
     def _stop(self, message: Message) -> None:
+        """A worker goes, or a server that needs nothing more from this one."""
         self._stopped.add(message.header.sender)
+        if message.header.sender in self._workers and self._stopped >= self._workers:
+            for peer in sorted(self._peers):
+                self._post.send(peer, Kind.STOP)
 
     def _report(self) -> None:
         assert self.rounds is not None

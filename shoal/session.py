@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.config import Cluster, Config, load
@@ -78,10 +79,15 @@ class Run:
         return self.rank == 0
 
     @property
+    def local_rank(self) -> int:
+        """This worker's number on its machine; `rank`, as long as a run has one machine."""
+        return self.rank
+
+    @property
     def device(self) -> torch.device:
         """Where this worker's model belongs: a GPU of its own if there are any, else the CPU."""
         if torch.cuda.is_available():
-            return torch.device("cuda", self.rank % torch.cuda.device_count())
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
     @property
@@ -172,6 +178,34 @@ class Run:
     def log(self, **values: Any) -> None:
         """Note named numbers (or one-element tensors): `loss` is shown live, the last ones at the end."""
         self._training.log(values)
+
+    # Between the workers of a group; all of them make the same calls.
+
+    def mean(self, value: _T) -> _T:
+        """The mean over this group's workers of a number (a float then) or a tensor (its shape and dtype)."""
+        return self._training.collectives.mean(value)  # type: ignore[no-any-return]
+
+    def gather(self, value: _T) -> list[_T]:
+        """Every worker's value, in the order of ranks: tensors, numbers, text, lists or dicts of them."""
+        return self._training.collectives.gather(value)
+
+    def barrier(self) -> None:
+        """Wait until every worker of the group is here."""
+        self._training.collectives.gather(None)
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """torch's default process group, made of this group's workers (Gloo), for collectives of one's own.
+
+        Raises:
+            UsageError: where workers are threads.
+        """
+        return self._training.collectives.process_group
+
+    def print(self, *values: object) -> None:
+        """Print on the main worker only."""
+        if self.is_main:
+            print(*values, flush=True)
 
     # Evaluation and files.
 

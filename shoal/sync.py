@@ -18,9 +18,9 @@ from shoal.shard import Shard
 
 
 class Send(Protocol):
-    """Sends a chunk's tensor to the peer in a server group; `final` closes the last exchange."""
+    """Sends a chunk's tensor to the peer in a server group; `final`: the loop that it ends, or 0."""
 
-    def __call__(self, group: int, chunk: int, sequence: int, final: bool, tensor: Tensor) -> None: ...
+    def __call__(self, group: int, chunk: int, sequence: int, final: int, tensor: Tensor) -> None: ...
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Following:
     rounds: int = 0
     sequence: int = 0
     sent: Tensor | None = None
-    final: bool = False
+    final: int = 0
     covered: int = 0
     due: float = 0.0
     patience: float = 0.0
@@ -70,8 +70,11 @@ class Sync:
             if chunk.master != group
         }
         self._answered: dict[tuple[int, int], int] = {}
-        self._finals: dict[int, dict[int, int]] = {n: {} for n in self._chunks if n not in self._following}
+        self._finals: dict[int, dict[int, tuple[int, int]]] = {
+            n: {} for n in self._chunks if n not in self._following
+        }
         self._open: set[int] = set()
+        self._loop = 0
         self._flushing = False
 
     # Beside training.
@@ -83,7 +86,7 @@ class Sync:
             if state.sent is None and state.rounds >= self._frequency:
                 self._send(chunk, state, now)
 
-    def _send(self, chunk: int, state: _Following, now: float, final: bool = False) -> None:
+    def _send(self, chunk: int, state: _Following, now: float, final: int = 0) -> None:
         values = self._shard.values(chunk)
         averaged = self._chunks[chunk].buffer is not None
         state.sent = values.clone() if averaged else values - state.base
@@ -102,13 +105,13 @@ class Sync:
                 state.due = now + state.patience
                 self._request(self._chunks[chunk].master, chunk, state.sequence, state.final, state.sent)
 
-    def requested(self, group: int, chunk: int, sequence: int, final: bool, tensor: Tensor) -> None:
+    def requested(self, group: int, chunk: int, sequence: int, final: int, tensor: Tensor) -> None:
         """Master: a follower's difference (flat) arrived."""
         if sequence > self._answered.get((chunk, group), 0):
             self._answered[chunk, group] = sequence
             self._shard.assign(chunk, self._merged(chunk, tensor))
             if final:
-                self._finals[chunk][group] = sequence
+                self._finals[chunk][group] = (sequence, final)
         if final and group in self._finals[chunk]:
             self._try_final(chunk)
         else:
@@ -122,7 +125,7 @@ class Sync:
             return values + (tensor - values) / self._groups
         return torch.maximum(values, tensor)
 
-    def answered(self, chunk: int, sequence: int, final: bool, master: Tensor, now: float) -> None:
+    def answered(self, chunk: int, sequence: int, final: int, master: Tensor, now: float) -> None:
         """Follower: the master's values (flat) arrived."""
         state = self._following.get(chunk)
         if state is None or state.sent is None or sequence != state.sequence:
@@ -139,31 +142,36 @@ class Sync:
         state.sent = None
         self.exchanges += 1
         self.exchanged_rounds += state.covered
-        if final:
+        if self._flushing and final == self._loop:
             self._open.discard(chunk)
         elif self._flushing:
-            self._send(chunk, state, now, final=True)
+            self._send(chunk, state, now, final=self._loop)
         elif state.rounds >= self._frequency:
             self._send(chunk, state, now)
 
     # At the end: all groups equal.
 
-    def flush(self, now: float) -> None:
-        """All groups of this server have left: bring every difference home, then become equal."""
-        self._flushing = True
+    def flush(self, loop: int, now: float) -> None:
+        """All groups of this server have left this loop: bring every difference home, then become equal."""
+        self._flushing, self._loop = True, loop
         self._open = set(self._chunks)
         for chunk, state in self._following.items():
             if state.sent is None:
-                self._send(chunk, state, now, final=True)
+                self._send(chunk, state, now, final=loop)
         for chunk in self._finals:
             self._try_final(chunk)
 
     def _try_final(self, chunk: int) -> None:
+        """Answer all followers once they, and this server, are at the end of one loop; laggards at once."""
+        if not self._flushing:
+            return
         finals = self._finals[chunk]
-        if self._flushing and len(finals) == self._groups - 1:
-            for group, sequence in finals.items():
-                self._reply(group, chunk, sequence, True, self._shard.values(chunk).clone())
-            finals.clear()
+        level = [loop for _, loop in finals.values()] == [self._loop] * (self._groups - 1)
+        for group, (sequence, loop) in list(finals.items()):
+            if level or loop < self._loop:
+                del finals[group]
+                self._reply(group, chunk, sequence, loop, self._shard.values(chunk).clone())
+        if level:
             self._open.discard(chunk)
 
     def resume(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shoal.collectives import Collectives
 from shoal.data import Loader
 from shoal.errors import UsageError
 from shoal.evaluation import Shared, plain_value
@@ -45,6 +46,7 @@ class Training:
         self.logged: dict[str, Any] = {}
         self.left = self.settled = False
         self._site, self._events = site, events
+        self.collectives = Collectives(membership, site)
         self._shared = Shared(membership, site)
         self._models: list[nn.Module] = []
         self._steppers: dict[int, Stepper] = {}
@@ -147,6 +149,7 @@ class Training:
     def stepped(self) -> None:
         """An optimizer's step is over."""
         self._ended = time.time()
+        self.left = self.settled = False  # a step after a loop begins another one
         if self._ended - self._reported >= REPORT or not self._reported:
             self._reported = self._ended
             loss = self.logged.get("loss")

@@ -21,7 +21,6 @@ from cases import (
     averaged,
     close,
     clustered,
-    counted,
     fit,
     loss_of,
     mean,
@@ -143,12 +142,10 @@ def test_a_buffer_that_one_worker_changed_becomes_everyones() -> None:
             model.count.fill_(-3)  # below the others', who say nothing
             model.rough = torch.full_like(model.rough, 2.5)  # another tensor in its place
 
-    histories, report = train_kept(SANDBLASTER, touch)
+    histories, _ = train_kept(SANDBLASTER, touch)
     for history in histories:
         for after in (history[1][1], history[2][1]):
             assert (after["table"] == 7).all() and after["count"] == -3 and (after["rough"] == 2.5).all()
-    chunks = 3 * counted(report, "applied")
-    assert chunks
 
 
 def test_buffers_that_do_not_change_do_not_travel() -> None:

@@ -23,7 +23,6 @@ from torch.utils.data import (
 from shoal.data import Loader, Place, make_loader
 from shoal.errors import UsageError
 
-
 PLACE = ("seed", "groups", "workers", "group", "rank")
 
 
@@ -86,13 +85,12 @@ def test_a_worker_without_samples_repeats_one_at_weight_zero() -> None:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_workers_may_have_batches_of_their_own_size(drop_last: bool) -> None:
-    sizes = {1: 7, 0: 2, 2: 1}
+    options: dict[str, Any] = {"batch_size": {1: 7, 0: 2, 2: 1}, "drop_last": drop_last}
     counted: Counter[int] = Counter()
     for group in range(2):
         loaders = [
-            loader_of(range(57), groups=2, workers=3, group=group, rank=rank, batch_size=sizes, drop_last=drop_last)
-            for rank in range(3)
-        ]  # fmt: skip
+            loader_of(range(57), groups=2, workers=3, group=group, rank=rank, **options) for rank in range(3)
+        ]
         assert [loader.batch_size for loader in loaders] == [2, 7, 1]
         epochs = [epoch_of(loader) for loader in loaders]
         assert {len(epoch) for epoch in epochs} == {2 if drop_last else 3}
@@ -339,7 +337,7 @@ def test_a_dataloader_is_taken_over() -> None:
     assert list(loader) == [("process 0: 0", "process 0: 1"), ("process 0: 2", "process 0: 3")]
     assert loader.dataset is source.dataset and loader.batch_size == 2
     for name in ("num_workers", "prefetch_factor", "timeout", "generator", "collate_fn"):
-        assert getattr(loader._loader, name) == getattr(source, name)
+        assert getattr(loader._source._loader, name) == getattr(source, name)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("shuffle", "sequential"), [(True, False), (False, True), (None, True)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from toys import ASKING, PATIENT, STEPS, config, learn, movement, walk
 
 from shoal import Run
@@ -199,7 +200,7 @@ def test_a_lost_farewell_between_servers_is_sent_again() -> None:
 def test_an_old_answer_is_not_taken_for_the_common_end() -> None:
     """The last step's values come late, after the goodbye, when other groups have moved on."""
     links: dict[str, Faulty] = {}
-    other_left = threading.Event()
+    other_left, done = threading.Event(), threading.Event()
 
     def judge(header: Header, peer: str) -> Fate:
         if header.kind is Kind.LEAVE and header.sender == "worker 1.0":
@@ -214,12 +215,19 @@ def test_an_old_answer_is_not_taken_for_the_common_end() -> None:
         late = header.kind is Kind.VALUES and peer == "worker 0.0" and header.step == 2
         return "hold" if late and not links["server 0.0"].fates["hold"] else "deliver"
 
-    def after(run: Run, step: int) -> None:
-        if run.group == 0 and step == 2:
-            assert other_left.wait(20)
+    def function(run: Run) -> list[Tensor]:
+        def before(step: int) -> None:
+            assert run.group == 0 or step == 1 or done.wait(20)
+
+        def after(step: int) -> None:
+            if run.group == 0 and step == 2:
+                done.set()
+                assert other_left.wait(20)
+
+        return walk(run, 2, before=before, after=after)
 
     report = run_cluster(
-        lambda run: walk(run, 2, after=lambda step: after(run, step)),
+        function,
         config(ASKING, nworker_groups=2),
         judge=judge,
         links=links.update,

@@ -23,6 +23,7 @@ from cases import (
     adds_up,
     close,
     clustered,
+    counted,
     fit,
     loss_of,
     mlp,
@@ -99,9 +100,7 @@ def test_the_table_holds_every_optimizer_that_runs_on_pieces() -> None:
 def test_one_worker_equals_plain_pytorch_bit_for_bit(make: Make) -> None:
     case = Case(wide, make, steps=6)
     trained = clustered(case, ALONE_ON_THREE, torch.float32)
-    assert trained.report.servers["server 0.2"].rounds.admission.rounds >= 2 * 6 or "Adafactor" in repr(
-        make(mlp())
-    )
+    assert counted(trained.report, "rounds") >= 4 * case.steps  # more chunks than servers
     same(trained.values[0], plain(case, torch.float32))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -71,7 +72,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         if name not in done:
             path = tmp_path_factory.mktemp("runs") / "run"
             options = RUNS[name]
-            overrides = [b for a, b in zip(options, options[1:], strict=False) if a == "--set"]
+            overrides = [b for a, b in itertools.pairwise(options) if a == "--set"]
             command = [*SHOAL, *options, "--run-dir", str(path), str(DIGITS), "--save", f"{path}.safetensors"]
             result = subprocess.run(command, capture_output=True, text=True, timeout=100)
             topology = Topology.of(load(options[1], overrides).cluster)
@@ -148,7 +149,7 @@ def test_frameworks_of_one_size_agree_bit_for_bit(run_of: Callable[[str], Finish
     assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
 
 
-def test_asynchronous_groups_are_stale_and_synchronous_ones_are_not(run_of: Callable[[str], Finished]) -> None:
+def test_asynchronous_groups_are_stale_synchronous_are_not(run_of: Callable[[str], Finished]) -> None:
     assert run_of("sandblaster").summary["staleness"]["max"] == 0
     assert run_of("downpour").summary["staleness"]["max"] > 0
 

@@ -32,7 +32,7 @@ class Post(NamedTuple):
     receiver: int
     chunk: int
     sequence: int
-    final: bool
+    final: int
     tensor: Tensor
 
 
@@ -46,8 +46,8 @@ class Group:
             if chunk.buffer is not None and chunk.dtype == "float64":
                 self.shard.assign(chunk.number, torch.ones(chunk.size, dtype=torch.float64))
 
-        def send(kind: str) -> Callable[[int, int, int, bool, Tensor], None]:
-            def send(group: int, chunk: int, sequence: int, final: bool, tensor: Tensor) -> None:
+        def send(kind: str) -> Callable[[int, int, int, int, Tensor], None]:
+            def send(group: int, chunk: int, sequence: int, final: int, tensor: Tensor) -> None:
                 network.append(Post(kind, number, group, chunk, sequence, final, tensor.clone()))
 
             return send
@@ -91,7 +91,7 @@ class World:
             self.round(group)
         elif not group.flushing:
             group.flushing = True
-            group.sync.flush(self.now)
+            group.sync.flush(1, self.now)
         else:
             self.now += self.rng.random()
             group.sync.tick(self.now)
@@ -195,7 +195,7 @@ def test_a_single_server_group_has_nothing_to_exchange() -> None:
     group = Group(0, 1, make_plan(PARAMETERS, BUFFERS, 1, 1), 1, network)
     for chunk in group.shard.chunks:
         group.sync.closed(chunk.number, 0.0)
-    group.sync.flush(0.0)
+    group.sync.flush(1, 0.0)
     assert group.sync.flushed
     assert not network
 

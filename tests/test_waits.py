@@ -75,7 +75,7 @@ def losing(kind: Kind, sender: str, after: int = 0) -> Callable[[Header, str], F
         ),
     ],
 )
-def test_a_wait_that_ends_says_who_waited_for_whom(cluster: Cluster, judge: Any, said: tuple[str, ...]) -> None:
+def test_a_wait_says_who_waited_for_whom(cluster: Cluster, judge: Any, said: tuple[str, ...]) -> None:
     with pytest.raises(WaitTimeout) as caught:
         run_cluster(train, Config(cluster=cluster, timeouts=SHORT), judge=judge)
     text = str(caught.value)
