@@ -1,4 +1,4 @@
-"""The command line: ``shoal run``, ``shoal validate``.
+"""The command line: ``shoal run``, ``shoal validate``, ``shoal doctor``.
 
 Nothing here imports torch, so that a mistake is told, and the fork server started, at once.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +33,12 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any field by its dotted name; may be given again."),
 ]
+Optimizers = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MODULE:CLASS", help="A class that servers may run besides torch.optim's."),
+]
+# What follows the script is the script's.
+PASSING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def main() -> None:
@@ -55,13 +63,7 @@ def _root(
     """Trains PyTorch models on groups of workers and parameter servers."""
 
 
-@app.command(
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-    }
-)
+@app.command(context_settings={**PASSING, "allow_interspersed_args": False})
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="The training script; what follows it is the script's.")],
@@ -71,10 +73,7 @@ def run(
     settings: Settings = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run's directory; must not exist.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same as --set seed=N.")] = None,
-    allow_optimizer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODULE:CLASS", help="A class that servers may run besides torch.optim's."),
-    ] = None,
+    allow_optimizer: Optimizers = None,
 ) -> None:
     """Trains a script on this machine."""
     overrides = [*(settings or ()), *([f"seed={seed}"] if seed is not None else ())]
@@ -85,18 +84,32 @@ def run(
     raise typer.Exit(launch(Job(config, script, tuple(context.args), directory)))
 
 
-@app.command()
+@app.command(context_settings=PASSING)
 def validate(
+    context: typer.Context,
     conf: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A preset, or a file.")],
+    script: Annotated[
+        str | None,
+        typer.Argument(help="A training script; what follows it is the script's (-- before it: all of it)."),
+    ] = None,
     settings: Settings = None,
+    allow_optimizer: Optimizers = None,
 ) -> None:
-    """Says what a configuration amounts to: framework, processes, who talks to whom."""
-    config = load(conf, settings or ())
+    """Says what a configuration amounts to: framework, processes, who talks to whom.
+
+    With a script, which is run up to its prepare(): who owns how many bytes, and the memory that each member
+    needs.
+    """
+    config = _checked(conf, list(settings or ()), script, None, allow_optimizer or [])
     typer.echo(topology.describe(topology.Topology.of(config.cluster)))
+    if script is not None:
+        typer.echo()
+        command = [sys.executable, "-m", "shoal.budget", config.model_dump_json(), script, *context.args]
+        raise typer.Exit(subprocess.call(command))
 
 
 def _checked(
-    cluster: str, overrides: list[str], script: str, run_dir: Path | None, optimizers: list[str]
+    cluster: str, overrides: list[str], script: str | None, run_dir: Path | None, optimizers: list[str]
 ) -> Config:
     """The configuration of a run, after all that can be wrong before it starts has been looked at."""
     mistakes: list[Mistake] = []
@@ -105,7 +118,7 @@ def _checked(
         config = load(cluster, overrides)
     except ConfigError as error:
         mistakes += error.mistakes
-    if not Path(script).is_file():
+    if script is not None and not Path(script).is_file():
         mistakes.append(Mistake("script", script, "must be a Python file"))
     if run_dir and run_dir.exists():
         mistakes.append(taken(run_dir))

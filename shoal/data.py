@@ -184,6 +184,8 @@ class Loader:
         finally:
             if self._iteration is mine:
                 self._iteration = None
+                if self.position == self._source.length(self.epoch):
+                    self._next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: ``epoch``, and ``position``, the batches of it handed out.

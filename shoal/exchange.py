@@ -50,6 +50,7 @@ class Decision:
     clip: float = 1.0
     settings: Settings | None = None
     cursor: tuple[int, ...] = ()
+    stop: bool = False
 
 
 @dataclass
@@ -61,12 +62,14 @@ class Outcome:
         skipped: the group skipped the step because a gradient was not finite.
         staleness: the largest of the step's rounds, in versions.
         settings: the group's hyperparameters, where this worker's differed.
+        stop: the group is to end its loop after this step.
     """
 
     values: dict[int, Tensor | None] = field(default_factory=dict)
     skipped: bool = False
     staleness: int = 0
     settings: Settings | None = None
+    stop: bool = False
 
 
 @dataclass
@@ -83,6 +86,7 @@ class _Wait:
     peers: set[str] = field(default_factory=set)
     outcome: Outcome = field(default_factory=Outcome)
     norms: dict[str, float] = field(default_factory=dict)
+    stored: set[int] = field(default_factory=set)
     differs: bool = False
     steps: dict[str, tuple[int, ...]] = field(default_factory=dict)
     blamed: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -127,6 +131,7 @@ class Exchange:
             Kind.NORM: self._norm,
             Kind.PULL: self._send_again,
             Kind.HEARTBEAT: self._missing,
+            Kind.STORED: self._stored,
             Kind.LEAVE: self._leave,
             Kind.REFUSE: self._refuse,
             Kind.STOP: self._stop,
@@ -251,6 +256,7 @@ class Exchange:
                 self._totals[server],
                 decision.settings,
                 decision.cursor if position == 0 else (),
+                decision.stop,
             )
             self._commits[server, optimizer] = body
             self._send_commit(server, optimizer)
@@ -296,6 +302,23 @@ class Exchange:
     def _send_leave(self, server: str) -> None:
         group, total = self.member.group, self._totals[server]
         self._post.send(server, Kind.LEAVE, Leave(total), group=group, number=self._loops)
+
+    def edit(self, edited: Mapping[int, Tensor]) -> None:
+        """Hand the servers values (chunk → flat) that the script has changed; waits until they are in."""
+        servers = {self.server_of(chunk) for chunk in edited}
+        wait = _Wait("changed values to be stored", "values", answer=Kind.STORED, peers=servers)
+
+        def send(server: str) -> None:
+            for chunk in edited.keys() - wait.stored:
+                if self.server_of(chunk) == server:
+                    frames = [as_bytes(edited[chunk])]
+                    group = self.member.group
+                    self._post.send(server, Kind.INIT, Init(), frames, group=group, chunk=chunk, number=1)
+
+        wait.again = send
+        for server in servers:
+            send(server)
+        self._until(wait, lambda: wait.stored >= edited.keys())
 
     def settle(self) -> None:
         """After leave(): wait until all groups have left and their updates are everywhere."""
@@ -389,6 +412,7 @@ class Exchange:
         outcome.skipped |= body.skipped
         outcome.staleness = max(outcome.staleness, body.staleness)
         outcome.settings = body.settings or outcome.settings
+        outcome.stop |= body.stop
         if wait.number <= 0:
             self.version[chunk.number] = header.version
         wait.chunks.discard(chunk.number)
@@ -412,6 +436,10 @@ class Exchange:
 
     def _missing(self, message: Message, wait: _Wait) -> None:
         wait.blamed[message.header.sender] = message.body(Missing).members
+
+    def _stored(self, message: Message, wait: _Wait) -> None:
+        if wait.answer is Kind.STORED:
+            wait.stored.add(message.header.chunk)
 
     def _leave(self, message: Message, wait: _Wait) -> None:
         if (wait.answer, message.header.number) == (Kind.LEAVE, self._loops):

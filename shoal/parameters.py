@@ -67,6 +67,22 @@ class BufferAt(NamedTuple):
         return getattr(self.module, self.key)  # type: ignore[no-any-return]
 
 
+WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Modules of torch that exchange gradients or parameters themselves."""
+
+
+def refuse_wrappers(models: Sequence[nn.Module]) -> None:
+    """Raise UsageError for a model that torch's own data parallelism has taken over, in whole or in part."""
+    for module in (module for model in models for module in model.modules()):
+        for cls in type(module).__mro__:
+            if cls.__name__ in WRAPPERS and cls.__module__.startswith("torch."):
+                raise UsageError(
+                    f"the model contains a {cls.__name__}, which would exchange gradients a second time",
+                    remedy="Shoal takes the plain model: "
+                    + ("leave out fully_shard" if cls.__name__ == "FSDPModule" else "pass model.module"),
+                )
+
+
 class Described(NamedTuple):
     """Models and optimizers as the plan's input, beside the tensors it is about."""
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shoal.batch import Batch
 from shoal.errors import GradientEdited, NonFiniteGradients, ParameterEdited, UsageError
 from shoal.exchange import Decision, Exchange, Outcome
 from shoal.parameters import Replica, fingerprint, pieces_of
@@ -20,29 +21,17 @@ SKIPS = 100
 """Rounds in a row that may be skipped for infinite or missing numbers."""
 
 
-class Batch:
-    """How many samples are behind the next step of this worker."""
-
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self.samples = 0
-        self._stepped = True
-
-    def drawn(self, weight: int) -> None:
-        """A batch of `weight` samples goes to the user; batches between two steps accumulate."""
-        self.weight = weight if self._stepped else self.weight + weight
-        self.samples += weight
-        self._stepped = False
-
-    def stepped(self) -> None:
-        """An optimizer has stepped: the next batch begins a new step."""
-        self._stepped = True
-
-
 class Loop(Protocol):
-    """What an optimizer's step needs of the training loop around it."""
+    """What an optimizer's step needs of the training loop around it.
+
+    Attributes:
+        stop_asked: this worker wants all groups to end their loops.
+        stopping: the group is to end its loop after this step.
+    """
 
     batch: Batch
+    stop_asked: bool
+    stopping: bool
 
     def cursor(self) -> tuple[int, ...]:
         """The loaders' positions, for the commit."""
@@ -130,6 +119,9 @@ class Stepper:
             progress.again = True
             self._late.add(chunk.number)
             return
+        if self._batch.held:  # not complete, or not wanted yet
+            progress.ready.discard(piece)
+            return
         self._fill(chunk, piece, tensor.grad)
         progress.ready.add(piece)
         complete = len(progress.ready) == len(chunk.pieces)
@@ -160,7 +152,7 @@ class Stepper:
         decision.clip = self._coefficient
         settings = settings_of(self._optimizer)
         decision.settings = settings if settings != self._settings else None
-        decision.cursor = self._loop.cursor()
+        decision.cursor, decision.stop = self._loop.cursor(), self._loop.stop_asked
         self._exchange.commit(self.number, decision)
         self._settings = settings
         outcome = self._exchange.wait(self.number)
@@ -169,6 +161,10 @@ class Stepper:
         self._batch.stepped()
         self._begin()
         self._loop.stepped()
+
+    def forgive(self) -> None:
+        """Chunks that once left too early may leave during backward again."""
+        self._late.clear()
 
     def drives(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this is the stepper of that optimizer."""
@@ -259,6 +255,7 @@ class Stepper:
                 "this worker's hyperparameters differed from its group's worker 0's and were set to them"
             )
         self.staleness = outcome.staleness
+        self._loop.stopping |= outcome.stop
 
     def _judge(self, outcome: Outcome, scaler: Any) -> None:
         """Count skipped rounds, and let a GradScaler know what the group found."""
@@ -311,7 +308,7 @@ class Stepper:
                     "its values are the servers', who would undo the change",
                     member=self._exchange.member.name,
                     step=self._exchange.steps[self.number] + 1,
-                    remedy="change parameters before prepare(), or let an optimizer do it",
+                    remedy="change parameters inside `with run.edit():`, or let an optimizer do it",
                 )
 
     @staticmethod

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shoal import acts
@@ -23,17 +25,22 @@ from shoal.updater import Settings
 from shoal.wire import Commit, Kind, Message, Missing, Norm, NormAnswer, Values
 
 
+@dataclass
 class Snapshot:
     """The bytes of a chunk that every worker of a group gets for a step.
 
     Attributes:
         revision: lsn of the chunk's last change when it was taken.
         news: whether the group has not been sent these bytes before.
+        stop: the group is to end its loop after this step.
     """
 
-    def __init__(self, reply: acts.Reply, version: int, revision: int, values: Tensor, news: bool) -> None:
-        self.reply, self.version, self.revision = reply, version, revision
-        self.values, self.news = values, news
+    reply: acts.Reply
+    version: int
+    revision: int
+    values: Tensor
+    news: bool
+    stop: bool
 
 
 class Rounds:
@@ -42,6 +49,7 @@ class Rounds:
     Args:
         alone: one worker group, and no other server group: the shard itself may then be sent, because
             nothing changes it before every worker has it.
+        peers: names of the servers that this one synchronises with.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class Rounds:
         settings: tuple[Settings, ...],
         *,
         alone: bool,
+        peers: Sequence[str] = (),
     ) -> None:
         self.admission, self.shard, self.sync = admission, shard, sync
         self.staleness: Counter[int] = Counter()
@@ -66,6 +75,9 @@ class Rounds:
         self._snapshots: dict[tuple[int, int], Snapshot] = {}
         self._questions: dict[tuple[int, int], tuple[Life, int]] = {}
         self._norms: dict[Life, tuple[int, float]] = {}
+        self._peers = tuple(peers)
+        self._loop = 1
+        self._stopping = False
 
     # One handler per kind of message.
 
@@ -92,6 +104,8 @@ class Rounds:
         commits[life.rank] = body
         if body.cursor:
             self.cursors[message.header.sender] = body.cursor
+        if body.stop:
+            self._stop_loop()
         self._admit(
             acts.Commit(
                 life,
@@ -132,8 +146,34 @@ class Rounds:
             else:
                 self._admit(acts.Pull(life, chunk.number, header.step))
 
+    def edit(self, message: Message) -> None:
+        """A group has changed a chunk by hand: what it changed is added to what others did meanwhile."""
+        header, chunk = message.header, self.chunk(message)
+        edited = checked(message.frames, chunk, header.sender)
+        values, snapshot = (
+            self.shard.values(chunk.number),
+            self._snapshots[chunk.number, life_of(message).group],
+        )
+        alike = torch.equal(values, snapshot.values)
+        self.shard.assign(chunk.number, edited if alike else values + (edited - snapshot.values))
+        if not self._alone:
+            snapshot.values.copy_(edited)
+        self._post.send(header.sender, Kind.STORED, chunk=chunk.number)
+
+    def _stop_loop(self) -> None:
+        """A worker asks all groups to end their loops: each hears it with the values of its next step."""
+        if not self._stopping:
+            self._stopping = True
+            for peer in self._peers:
+                self._post.send(peer, Kind.STOP, number=self._loop)
+
+    def heard_stop(self, loop: int) -> None:
+        """A server of another group says that this loop is to end."""
+        self._stopping |= loop == self._loop
+
     def end_loop(self) -> None:
         """All groups have left and flushed: a group that asks now gets this end, whatever others begin."""
+        self._loop, self._stopping = self._loop + 1, False
         for chunk, group in list(self._snapshots):
             self._snapshot(acts.Reply(chunk, group, self.admission.closed(group, chunk), False, -1))
 
@@ -223,7 +263,8 @@ class Rounds:
         if not self._alone:
             # The group has all of the last snapshot, or this round could not have closed: reuse its memory.
             values = last.values.copy_(values) if last is not None and news else values.clone()
-        snapshot = Snapshot(reply, self.admission.version(reply.chunk), revision, values, news)
+        version = self.admission.version(reply.chunk)
+        snapshot = Snapshot(reply, version, revision, values, news, self._stopping)
         self._snapshots[key] = snapshot
         return snapshot
 
@@ -237,7 +278,7 @@ class Rounds:
     def _send_snapshot(self, snapshot: Snapshot, rank: int, resend: bool, number: int = 0) -> None:
         reply = snapshot.reply
         settings = self._settings_for(reply, rank)
-        body = Values(reply.skipped, reply.staleness, settings)
+        body = Values(reply.skipped, reply.staleness, settings, snapshot.stop)
         values = snapshot.values if snapshot.news or resend else None
         self._send_values(
             _worker(reply.group, rank),

@@ -148,6 +148,9 @@ class Server:
         if self._plan is None:  # the bulk lane overtook the control lane
             self._early_values.append(message)
             return
+        if self.rounds is not None and header.number:
+            self.rounds.edit(message)
+            return
         if header.chunk not in self._missing:
             raise ProtocolError(
                 f"{header.sender} sent values of chunk {header.chunk} at the wrong time or place"
@@ -199,7 +202,8 @@ class Server:
         )
         alone = len(served) == 1 and plan.server_groups == 1
         settings = tuple(spec.groups for spec in self._model.optimizers)
-        return Rounds(plan, self._shard, admission, sync, self._post, settings, alone=alone)
+        peers = sorted(self._peers)
+        return Rounds(plan, self._shard, admission, sync, self._post, settings, alone=alone, peers=peers)
 
     def _receive(self, message: Message) -> None:
         """Welcome a worker, or hand the model to a server of another group."""
@@ -259,32 +263,40 @@ class Server:
 
     # The end.
 
+    @property
+    def _ended(self) -> int:
+        """The last loop that every worker has left, counted from 1."""
+        return min(self._loops[worker] for worker in self._workers)
+
     def _leave(self, message: Message) -> None:
         assert self.rounds is not None
-        sender, loop = message.header.sender, message.header.number
-        if loop > self._loops[sender]:
-            ended = min(self._loops[worker] for worker in self._workers)
-            self._loops[sender] = loop
-            for action in self.rounds.admission.admit(acts.Leave(life_of(message), message.body(Leave).total)):
-                self.rounds.do(action)
-            if (now_ended := min(self._loops[worker] for worker in self._workers)) > ended:
-                self.rounds.sync.flush(now_ended, time.monotonic())
+        sender, loop, before = message.header.sender, message.header.number, self._ended
         self._leaving.add(sender)
+        if loop > self._loops[sender]:
+            self._loops[sender] = loop
+            leave = acts.Leave(life_of(message), message.body(Leave).total)
+            for action in self.rounds.admission.admit(leave):
+                self.rounds.do(action)
+            if self._ended > before:
+                self.rounds.sync.flush(self._ended, time.monotonic())
         self._answer_leaving()
 
     def _answer_leaving(self) -> None:
         """Once all groups have left a loop and all differences are home, those who left may read the end."""
         assert self.rounds is not None
-        ended = min(self._loops[worker] for worker in self._workers)
-        if self.rounds.sync.flushed and ended > self._settled:
-            self._settled = ended
+        if self.rounds.sync.flushed and self._ended > self._settled:
+            self._settled = self._ended
             self.rounds.end_loop()
         for name in sorted(n for n in self._leaving if self._loops[n] <= self._settled):
             self._post.send(name, Kind.LEAVE, Leave(), number=self._loops[name])
             self._leaving.discard(name)
 
     def _stop(self, message: Message) -> None:
-        """A worker goes, or a server that needs nothing more from this one."""
+        """A worker goes, or a server that needs no more of this one; with a number, a loop is to end."""
+        if message.header.number:
+            if self.rounds is not None:
+                self.rounds.heard_stop(message.header.number)
+            return
         self._stopped.add(message.header.sender)
         if message.header.sender in self._workers and self._stopped >= self._workers:
             for peer in sorted(self._peers):

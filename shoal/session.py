@@ -9,7 +9,9 @@ import random
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -19,6 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset
 
+from shoal import sampling
+from shoal.batch import Hold
+from shoal.collectives import Collectives
 from shoal.config import Cluster, Config, load
 from shoal.data import Loader, make_loader
 from shoal.errors import UsageError
@@ -28,7 +33,7 @@ from shoal.sampling import Place
 from shoal.server import Server
 from shoal.site import Membership, OneMachine, OneProcess, Site
 from shoal.topology import Topology
-from shoal.training import Training
+from shoal.training import Prepared, Training
 from shoal.transport import Post
 from shoal.transport.inprocess import Hub
 
@@ -36,7 +41,7 @@ _T = TypeVar("_T")
 _U = TypeVar("_U")
 _V = TypeVar("_V")
 
-__all__ = ["Membership", "Run", "attach", "current_step", "finish", "init", "serve"]
+__all__ = ["Membership", "Run", "attach", "attach_probe", "current_step", "finish", "init", "serve"]
 
 
 class Run:
@@ -137,6 +142,8 @@ class Run:
             data,
             Place(seed, topology.worker_groups, topology.workers_per_group, self.group, self.rank_in_group),
             on_batch=self._training.drawn,
+            stopped=lambda: self._training.stopping,
+            agree=lambda more: any(self.gather(more)),
             **keywords,
         )
         self._training.loaders.append(loader)
@@ -153,9 +160,58 @@ class Run:
     def _loop(self, items: Iterator[_T]) -> Iterator[_T]:
         self._training.begin_loop()
         try:
-            yield from items
+            for item in items:
+                yield item
+                if self._training.stopping:
+                    return
         finally:
             self._training.end_loop()
+
+    def hold(self) -> Hold:
+        """From now on gradients leave at `step()`, not during backward; for scripts that change them.
+
+        As a context (`with run.hold():`) only until its end.
+        """
+        return Hold(self._training.batch)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """A context for all but the last backward of a step: nothing is pushed inside it."""
+        return self._training.accumulate()
+
+    def weight(self, count: float) -> None:
+        """Say what the coming step of this worker weighs in its group's average; before its backward.
+
+        Args:
+            count: samples or tokens behind the gradient, over all parts of the step; 0 leaves it out.
+        """
+        if not count >= 0:
+            raise UsageError(f"a step cannot weigh {count}", remedy="give the number of samples or tokens")
+        self._training.batch.weigh(count)
+
+    def edit(self) -> AbstractContextManager[None]:
+        """A context in which the script may change parameters, between two steps (a clamp, for instance).
+
+        All workers of the group make the same changes; those of its worker 0 go to the servers. Where other
+        groups have moved a value meanwhile, the change is added to what they did.
+        """
+        return self._training.edit()
+
+    def stop(self) -> None:
+        """Ask all groups to end their loops: each does, together, after one of its next steps."""
+        self._training.stop_asked = True
+
+    def track(self, name: str, tracked: _T) -> _T:
+        """Name an object with a state_dict, such as a scheduler, as part of the run's state; returns it."""
+        if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
+            raise UsageError(
+                f"{name} has no state_dict and load_state_dict", remedy="give it both, or leave it out"
+            )
+        self._training.tracked[name] = tracked
+        return tracked
+
+    def shard(self, items: Iterable[_T]) -> Iterator[_T]:
+        """This worker's part of anything iterable: every `world_size`-th item, over all groups."""
+        return sampling.shard(items, self.rank, self.world_size)
 
     def clip_grad_norm_(
         self, max_norm: float, *, scaler: Any = None, optimizer: torch.optim.Optimizer | None = None
@@ -321,6 +377,27 @@ def attach(membership: Membership) -> None:
     _membership = membership
 
 
+def attach_probe(probe: Callable[[Prepared], None], config: Config | None = None) -> None:
+    """Make `shoal.init()` return a run that shows `probe` what the script prepares, before it joins servers.
+
+    Args:
+        config: the run is that of worker 0.0 of this cluster, where nobody else is: `probe` must end the
+            script. None: a run of one worker and one server, which goes on.
+    """
+    global _run
+    if config is None:
+        run = init()
+    else:
+        topology = Topology.of(config.cluster)
+        worker = topology.workers[0]
+        site = OneProcess(Hub(), worker.name)
+        membership = Membership(config, topology, worker, "probe", None, Path())
+        run = _run = Run(membership, site, Events(None, worker.name))
+        alone = replace(membership, topology=Topology.of(Cluster()))  # a barrier before prepare() is passed
+        run._training.collectives = Collectives(alone, site)
+    run._training.probe = probe
+
+
 def current_step() -> int | None:
     """The step this process's worker is at, counted from 1; None before it has prepared anything."""
     run = _thread.get() or _run
@@ -333,12 +410,13 @@ def finish() -> None:
     Raises:
         UsageError: the script never called shoal.init() or never prepared anything; others would wait for it.
     """
-    if _run is None or _run._training.current_step is None:
+    run = _thread.get() or _run
+    if run is None or run._training.current_step is None:
         raise UsageError(
             "the script ended without training anything",
             remedy="call run = shoal.init() and run.prepare(model, optimizer), or start it with plain python",
         )
-    _run.close()
+    run.close()
 
 
 def serve(membership: Membership) -> None:

@@ -156,7 +156,7 @@ def run_cluster(
         def work(run: Run = run, name: str = member.name) -> None:
             session.in_thread(run)
             report.results[name] = function(run)
-            run.close()
+            session.finish()
 
         threads.append(threading.Thread(target=guarded, args=(member.name, work), daemon=True))
     for thread in threads:

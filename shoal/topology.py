@@ -204,7 +204,7 @@ def describe(topology: Topology) -> str:
     workers = [(w.name, process[w], f"talks to {_names(topology.servers_of(w))}") for w in topology.workers]
     servers = [(s.name, process[s], _home(topology.host_of(s))) for s in topology.servers]
     groups = [(f"server group {g}", *_relations(topology, g)) for g in range(topology.server_groups)]
-    return "\n\n".join(_table(rows) for rows in (head, workers, servers, groups))
+    return "\n\n".join(table(rows) for rows in (head, workers, servers, groups))
 
 
 def _home(host: Member | None) -> str:
@@ -222,7 +222,8 @@ def _names(members: Iterable[Member]) -> str:
     return ", ".join(member.name for member in members)
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows of cells as aligned lines of text, without a final newline."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

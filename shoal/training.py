@@ -5,30 +5,42 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shoal.batch import Batch, Hold
 from shoal.collectives import Collectives
 from shoal.data import Loader
 from shoal.errors import UsageError
 from shoal.evaluation import Shared, plain_value
 from shoal.events import Events
 from shoal.exchange import Exchange, Outcome
-from shoal.parameters import Replica, as_bytes, describe, named_models, plain_name
-from shoal.partition import Chunk, make_plan
-from shoal.prepare import Batch, Stepper, adopt
+from shoal.parameters import Replica, as_bytes, describe, named_models, plain_name, refuse_wrappers
+from shoal.partition import Chunk, Plan, make_plan
+from shoal.prepare import Stepper, adopt
 from shoal.site import Membership, Site
 from shoal.topology import Member
 from shoal.transport import Post
 from shoal.updater import is_elementwise, pack, resolve, spec_of
-from shoal.wire import VERSION, Frame, Hello, State
+from shoal.wire import VERSION, Frame, Hello, OptimizerSpec, State
 
 REPORT = 0.25  # seconds between two progress events at the least
+
+
+class Prepared(NamedTuple):
+    """What `prepare()` got and made of it, for those who look at a script."""
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    specs: Sequence[OptimizerSpec]
+    plan: Plan
+    loaders: Sequence[Loader]
 
 
 class Training:
@@ -45,6 +57,9 @@ class Training:
         self.iterations = 0
         self.logged: dict[str, Any] = {}
         self.left = self.settled = False
+        self.stop_asked = self.stopping = False
+        self.tracked: dict[str, Any] = {}
+        self.probe: Callable[[Prepared], None] | None = None
         self._site, self._events = site, events
         self.collectives = Collectives(membership, site)
         self._shared = Shared(membership, site)
@@ -67,6 +82,7 @@ class Training:
             )
         self._models = [o for o in objects if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+        refuse_wrappers(self._models)
         if not optimizers:
             raise UsageError("prepare() got no optimizer", remedy="call run.prepare(model, optimizer)")
         m = self.membership
@@ -82,6 +98,8 @@ class Training:
             groups,
             m.config.cluster.slicer,
         )
+        if self.probe is not None:
+            self.probe(Prepared(self._models, optimizers, specs, plan, self.loaders))
         self._replica = Replica(plan, described.tensors, described.places)
         post = Post(self._site.endpoint(), m.run_id, m.incarnation)
         exchange = Exchange(m.member, m.topology, post, plan, m.config.timeouts, self._site.check)
@@ -172,6 +190,23 @@ class Training:
             )
         return steppers[0].clip_grad_norm_(max_norm, scaler)
 
+    def accumulate(self) -> Hold:
+        """See Run.accumulate."""
+        for stepper in self._steppers.values():
+            stepper.forgive()
+        return Hold(self.batch)
+
+    @contextmanager
+    def edit(self) -> Iterator[None]:
+        """See Run.edit."""
+        replica, exchange = self._joined()
+        before = replica.snapshot()
+        yield
+        if self.membership.member.index == 0:
+            after = replica.snapshot()
+            exchange.edit({c: after[c] for c in before if not torch.equal(after[c], before[c])})
+        self._remember()
+
     def note(self, message: str) -> None:
         """Tell the user something, once."""
         if message not in self._noted:
@@ -189,6 +224,7 @@ class Training:
         """A loop begins; after an earlier one all groups first reach its end."""
         self.settle()
         self.left = self.settled = False
+        self.stop_asked = self.stopping = False
 
     def end_loop(self) -> None:
         """A loop has ended: others no longer wait for this worker."""
@@ -210,6 +246,9 @@ class Training:
         for number, values in outcome.values.items():
             if values is not None:
                 self._replica.install(self._replica.plan.chunks[number], values)
+        self._remember()
+
+    def _remember(self) -> None:
         for number, stepper in self._steppers.items():
             stepper.remember(self.step_of(number) + 1)
 

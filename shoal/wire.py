@@ -145,6 +145,7 @@ class Commit(Body, frozen=True):
         total: shares pushed to this server so far, over all optimizers and steps.
         settings: the param groups' hyperparameters, where they changed.
         cursor: the worker's loader position, to server 0 only.
+        stop: the worker asks all groups to end their loops.
     """
 
     optimizer: int
@@ -158,6 +159,7 @@ class Commit(Body, frozen=True):
     total: int
     settings: tuple[dict[str, Any], ...] | None = None
     cursor: tuple[int, ...] = ()
+    stop: bool = False
 
 
 class Norm(Body, frozen=True):
@@ -190,11 +192,13 @@ class Values(Body, frozen=True):
         skipped: the round was skipped because a gradient was not finite.
         staleness: of the round that these values answer; -1 where none was applied.
         settings: the group's hyperparameters, to a worker whose own differ from its worker 0's.
+        stop: the group is to end its loop after this step.
     """
 
     skipped: bool = False
     staleness: int = -1
     settings: tuple[dict[str, Any], ...] | None = None
+    stop: bool = False
 
 
 class Leave(Body, frozen=True):

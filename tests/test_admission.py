@@ -1,4 +1,4 @@
-"""The rules of rounds under every order of arrival that the protocol allows, against an oracle without one."""
+"""The rules of rounds, under every order of arrival that the protocol allows, against an oracle."""
 
 from __future__ import annotations
 
@@ -653,6 +653,17 @@ def test_a_trailing_share_does_not_bring_a_group_back() -> None:
     assert replies(one_step(admission, 0, 1)) == [(0, 1)]
     assert Returned(1) in admission.admit(commit(0, 1, group=1))
     assert not admission.has_left(1)
+
+
+def test_a_group_that_came_back_can_leave_again() -> None:
+    admission = Admission({0: 1, 1: 1}, {0: Owned(0)}, max_delay=0)
+    admission.admit(Leave(Life(1, 0, 1), 0))
+    one_step(admission, 1, 1)
+    one_step(admission, 0, 1)
+    assert replies(one_step(admission, 0, 2)) == [], "lockstep again"
+    actions = admission.admit(Leave(Life(1, 0, 1), 1))
+    assert Left(1) in actions
+    assert replies(actions) == [(0, 2)]
 
 
 def test_a_leave_that_comes_late_costs_no_share() -> None:

@@ -392,3 +392,10 @@ def test_states_of_something_else_are_refused(state: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="8 batches cannot stand at"):
         loader.load_state_dict(state)
     assert loader.state_dict() == {"epoch": 0, "position": 0}
+
+
+def test_endless_left_at_an_epochs_end_leaves_the_next_epoch_whole() -> None:
+    loader = make_loader(list(range(6)), Place(0, 1, 1, 0, 0), on_batch=lambda weight: None, batch_size=2)
+    for _, _batch in zip(range(3), loader.endless(), strict=False):
+        pass
+    assert sorted(int(i) for batch in loader for i in batch) == list(range(6))

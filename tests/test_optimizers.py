@@ -100,7 +100,7 @@ def test_the_table_holds_every_optimizer_that_runs_on_pieces() -> None:
 def test_one_worker_equals_plain_pytorch_bit_for_bit(make: Make) -> None:
     case = Case(wide, make, steps=6)
     trained = clustered(case, ALONE_ON_THREE, torch.float32)
-    assert counted(trained.report, "rounds") >= 4 * case.steps  # more chunks than servers
+    assert counted(trained.report, "rounds") >= 3 * case.steps  # each server has a chunk or more
     same(trained.values[0], plain(case, torch.float32))
 
 

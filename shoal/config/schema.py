@@ -29,6 +29,10 @@ Seconds = Annotated[
     float, Strict(), Field(gt=0, allow_inf_nan=False, description="must be a number of seconds above 0")
 ]
 Transport = Annotated[Literal["auto", "ipc", "tcp"], Field(description="must be one of auto, ipc, tcp")]
+Factor = Annotated[
+    float, Strict(), Field(ge=0, allow_inf_nan=False, description="must be a number, 0 or more")
+]
+Scale = Annotated[Literal["sum", "mean"], Field(description="must be one of sum, mean")]
 Slicer = Annotated[Literal["balanced", "singa"], Field(description="must be one of balanced, singa")]
 
 SECTION = "must be a section with fields"
@@ -44,7 +48,8 @@ class Cluster(_Section):
     ``nserver_groups 0`` gives each worker group as many servers as it has workers, each beside its
     worker and never synchronised; ``nservers_per_group`` and ``nservers_per_procs`` then say nothing.
     ``start_port`` is the first tcp port, 0 = any. ``poll_time`` is accepted and has no effect.
-    ``max_delay`` is in steps; None = no bound.
+    ``max_delay`` is in steps; None = no bound. What ``staleness_rate``, ``delay_compensation`` and
+    ``group_scale`` do to an update is in ``shoal.correction``; ``warmup_steps`` are worker group 0's.
     """
 
     nworker_groups: Count = 1
@@ -62,13 +67,19 @@ class Cluster(_Section):
     max_delay: Delay = None
     transport: Transport = "auto"
     slicer: Slicer = "balanced"
+    staleness_rate: Switch = False
+    delay_compensation: Factor = 0.0
+    group_scale: Scale = "sum"
+    warmup_steps: Whole = 0
 
 
 class Timeouts(_Section):
     """How long each kind of wait may take, in seconds.
 
     ``ask`` is how long a worker waits before it asks after a missing reply; ``evaluate`` how long
-    peers wait for an evaluation; ``finish`` how long a finished worker waits for slower groups.
+    peers wait for an evaluation; ``finish`` how long a finished worker waits for slower groups, or another
+    group for the end of the first one's warm-up; ``replay`` how long a server waits for the message that is
+    next in its schedule.
     """
 
     start: Seconds = 60.0
@@ -77,6 +88,7 @@ class Timeouts(_Section):
     ask: Seconds = 1.0
     evaluate: Seconds = 3600.0
     finish: Seconds = 86400.0
+    replay: Seconds = 120.0
 
 
 class Config(_Section):
