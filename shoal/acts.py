@@ -204,4 +204,9 @@ class Returned:
     group: int
 
 
-Action = Hold | Release | Apply | Reply | Answer | Ask | Tell | Measure | Left | Returned
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """The first group's warm-up is over: the other groups begin."""
+
+
+Action = Hold | Release | Apply | Reply | Answer | Ask | Tell | Measure | Left | Returned | Warm

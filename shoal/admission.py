@@ -31,6 +31,7 @@ from shoal.acts import (
     Returned,
     Share,
     Tell,
+    Warm,
 )
 from shoal.errors import ProtocolError
 from shoal.ledger import Ledger, Life
@@ -54,17 +55,23 @@ class Admission:
         groups: worker group → number of its workers, for the groups that this server serves.
         chunks: the server's chunks.
         max_delay: how many steps a group may be ahead of the slowest; None = any.
+        warmup: how many steps group 0 takes before the other groups begin.
     """
 
     def __init__(
-        self, groups: Mapping[int, int], chunks: Mapping[int, Owned], max_delay: int | None = None
+        self,
+        groups: Mapping[int, int],
+        chunks: Mapping[int, Owned],
+        max_delay: int | None = None,
+        warmup: int = 0,
     ) -> None:
         self.ledger = Ledger()
         self.rounds = 0
         self._workers = dict(groups)
         self._chunks = dict(chunks)
         self._max_delay = max_delay
-        self._live = set(groups)
+        self._warmup = warmup if chunks and 0 in groups else 0
+        self._live = {0} if self._warmup else set(groups)
         self._left: dict[int, set[int]] = {group: set() for group in groups}
         self._closed = {group: dict.fromkeys(chunks, 0) for group in groups}
         self._lead = {group: dict.fromkeys(chunks, 0) for group in groups}
@@ -101,6 +108,15 @@ class Admission:
     def has_left(self, group: int) -> bool:
         """Whether every worker of the group has left, or the group is gone."""
         return group not in self._live
+
+    @property
+    def warming(self) -> bool:
+        """Whether group 0 still trains alone."""
+        return self._warmup > 0
+
+    def cold(self, group: int) -> bool:
+        """Whether the group still waits for the end of group 0's warm-up."""
+        return self.warming and group != 0
 
     # One message in, actions out.
 
@@ -203,7 +219,7 @@ class Admission:
         if average is not None and average.ranks:
             actions.append(Apply(average, step, staleness))
         actions += self._forget(group, chunk)
-        return actions + self._unpark(chunk)
+        return actions + self._unpark(chunk) + self._warm()
 
     def _account(self, commits: Iterable[Commit], chunk: int, average: Average | None) -> None:
         for commit in commits:
@@ -376,7 +392,17 @@ class Admission:
     def _gone(self, group: int) -> list[Action]:
         self._live.discard(group)
         released = [action for chunk in self._chunks for action in self._unpark(chunk)]
-        return [*released, Left(group)]
+        return [*released, Left(group), *self._warm()]
+
+    def _warm(self) -> list[Action]:
+        """Let the other groups begin, level with group 0, once it has closed its steps alone or has left."""
+        if not self.warming or (not self.has_left(0) and min(self._closed[0].values()) < self._warmup):
+            return []
+        self._warmup = 0
+        for group in self._workers:
+            if group:
+                self._level(group)
+        return [Warm()]
 
     # Parking.
 

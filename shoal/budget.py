@@ -17,6 +17,8 @@ from shoal.config import Config
 from shoal.launch import FAILED, FINISHED
 from shoal.partition import ITEMSIZE, Chunk, Plan
 from shoal.probe import Seen, look
+from shoal.rows import Rows
+from shoal.shard import pieces_in
 from shoal.topology import Member, Topology, table
 from shoal.training import Prepared
 from shoal.updater import Updater, resolve
@@ -31,7 +33,8 @@ class Need:
     Attributes:
         optimizer: state after a step in which every parameter had a gradient.
         gradients: a worker's own; or the shares that a server keeps, one of each worker at the most.
-        copies: a worker's slots; or what a server's exchange with other server groups starts from.
+        copies: a worker's slots, those of sparse tables aside, which hold a step's rows only; or what a
+            server's exchange with other server groups starts from.
     """
 
     elements: int
@@ -72,7 +75,7 @@ def of_worker(prepared: Prepared) -> Need:
         buffers=sum(buffer.numel * ITEMSIZE[buffer.dtype] for buffer in plan.buffers),
         optimizer=0,
         gradients=sum(t.nbytes for t in {t for g in groups for t in g["params"]} if t.requires_grad),
-        copies=_bytes(plan.chunks),
+        copies=_bytes(chunk for chunk in plan.chunks if not chunk.row),
     )
 
 
@@ -81,23 +84,23 @@ def _bytes(chunks: Iterable[Chunk]) -> int:
 
 
 def _state(prepared: Prepared, chunk: Chunk, allowed: tuple[str, ...]) -> int:
-    """Bytes of a chunk's optimizer state: what one step leaves behind.
+    """Bytes of a chunk's optimizer state: what one step that touches everything leaves behind.
 
     That step is taken without any memory where the optimizer can do it, else on zeros.
     """
-    spec, parameters = prepared.specs[chunk.optimizer], prepared.plan.parameters
+    spec, plan = prepared.specs[chunk.optimizer], prepared.plan
+    settings = [plan.parameters[piece.parameter].settings for piece in chunk.pieces]
 
     def measured(device: str) -> int:
         values = torch.zeros(chunk.size, dtype=getattr(torch, chunk.dtype), device=device)
-        views = [values[piece.at : piece.at + piece.stop - piece.start] for piece in chunk.pieces]
-        owners = [parameters[piece.parameter] for piece in chunk.pieces]
-        views = [v.view(p.shape) if p.whole else v for v, p in zip(views, owners, strict=True)]
-        updater = Updater(resolve(spec.name, allowed), spec, views, [p.settings for p in owners])
-        updater.step(torch.zeros_like(values), None, spec.groups)
+        updater = Updater(resolve(spec.name, allowed), spec, pieces_in(values, plan, chunk), settings)
+        zeros = torch.zeros_like(values)
+        numbers = torch.arange(chunk.rows, device=device)
+        updater.step(Rows(numbers, zeros.view(-1, chunk.row)) if chunk.row else zeros, None, spec.groups)
         return updater.state_bytes
 
     try:
-        return measured("meta")
+        return measured("cpu" if chunk.row else "meta")  # sparse tensors without memory forget their rows
     except RuntimeError:  # it looks at numbers
         return measured("cpu")
 
@@ -138,7 +141,7 @@ def _places(plan: Plan) -> list[tuple[str, ...]]:
         where = ", ".join(f"{count:,} on server {server}" for server, count in sorted(held[number].items()))
         rows.append((parameter.name, shape, parameter.dtype, where or "has no elements"))
     if len(plan.parameters) > LINES:
-        rows.append((f"and {len(plan.parameters) - LINES:,} more",))
+        rows.append((f"and {len(plan.parameters) - LINES:,} more", "", "", ""))
     return rows
 
 

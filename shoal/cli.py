@@ -20,6 +20,7 @@ from shoal.config import Config, load
 from shoal.errors import ConfigError, Mistake
 from shoal.launch import CONFIGURATION
 from shoal.rundir import RunDir, taken
+from shoal.schedule import Schedules, misfits
 
 app = typer.Typer(
     help="Trains PyTorch models on groups of workers and parameter servers.",
@@ -74,14 +75,21 @@ def run(
     run_dir: Annotated[Path | None, typer.Option(help="The run's directory; must not exist.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same as --set seed=N.")] = None,
     allow_optimizer: Optimizers = None,
+    record_schedule: Annotated[
+        Path | None, typer.Option(help="Write the order of messages on the servers to a new folder.")
+    ] = None,
+    replay_schedule: Annotated[
+        Path | None, typer.Option(help="Keep to the order in this folder: the run is repeated bit for bit.")
+    ] = None,
 ) -> None:
     """Trains a script on this machine."""
     overrides = [*(settings or ()), *([f"seed={seed}"] if seed is not None else ())]
     config = _checked(cluster, overrides, script, run_dir, allow_optimizer or [])
+    schedules = _schedules(config, record_schedule, replay_schedule)
     from shoal.launch.local import Job, launch
 
     directory = RunDir.create(run_dir or _directory(config))
-    raise typer.Exit(launch(Job(config, script, tuple(context.args), directory)))
+    raise typer.Exit(launch(Job(config, script, tuple(context.args), directory, schedules)))
 
 
 @app.command(context_settings=PASSING)
@@ -104,8 +112,27 @@ def validate(
     typer.echo(topology.describe(topology.Topology.of(config.cluster)))
     if script is not None:
         typer.echo()
-        command = [sys.executable, "-m", "shoal.budget", config.model_dump_json(), script, *context.args]
-        raise typer.Exit(subprocess.call(command))
+        raise typer.Exit(_look("budget", config.model_dump_json(), script, *context.args))
+
+
+@app.command(context_settings={**PASSING, "allow_interspersed_args": False})
+def doctor(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="The training script; what follows it is the script's.")],
+) -> None:
+    """Runs a script for three steps, alone, and says what will surprise under a cluster."""
+    if not Path(script).is_file():
+        raise ConfigError([_no_script(script)])
+    raise typer.Exit(_look("doctor", script, *context.args))
+
+
+def _look(module: str, *arguments: str) -> int:
+    """Run a script in a process of its own, to be looked at; the exit status."""
+    return subprocess.call([sys.executable, "-m", f"shoal.{module}", *arguments])
+
+
+def _no_script(script: str) -> Mistake:
+    return Mistake("script", script, "must be a Python file")
 
 
 def _checked(
@@ -119,7 +146,7 @@ def _checked(
     except ConfigError as error:
         mistakes += error.mistakes
     if script is not None and not Path(script).is_file():
-        mistakes.append(Mistake("script", script, "must be a Python file"))
+        mistakes.append(_no_script(script))
     if run_dir and run_dir.exists():
         mistakes.append(taken(run_dir))
     for name in optimizers:
@@ -128,6 +155,15 @@ def _checked(
     if config is None or mistakes:
         raise ConfigError(mistakes)
     return config.model_copy(update={"allow_optimizers": (*config.allow_optimizers, *optimizers)})
+
+
+def _schedules(config: Config, record: Path | None, replay: Path | None) -> Schedules:
+    """Where schedules go to and come from; raises ConfigError for one that cannot fit this run."""
+    folders = [str(path.resolve()) if path is not None else None for path in (record, replay)]
+    schedules = Schedules(*folders)
+    if found := list(misfits(schedules, config, topology.Topology.of(config.cluster).servers)):
+        raise ConfigError(found)
+    return schedules
 
 
 def _directory(config: Config) -> Path:

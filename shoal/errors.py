@@ -90,6 +90,10 @@ class WaitTimeout(ShoalError):
     """A named wait took too long; says who waited for whom."""
 
 
+class ScheduleMismatch(ShoalError):
+    """A run that does not follow the schedule it is to repeat, or a folder that holds none."""
+
+
 class ProtocolError(ShoalError):
     """A message that cannot be right: wrong version, run, size or order."""
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from shoal import errors
 from shoal.config import Timeouts
 from shoal.errors import PeerFailed, ShoalError, Stopped, WaitTimeout
-from shoal.parameters import as_bytes, checked
+from shoal.parameters import codec_of, frames_of, received
 from shoal.partition import Chunk, Plan
+from shoal.rows import Content
 from shoal.topology import Member, Topology
 from shoal.transport import Post, Token
 from shoal.updater import Settings
@@ -58,14 +57,14 @@ class Outcome:
     """What came back for a step.
 
     Attributes:
-        values: chunk → new values (flat), or None where they did not change.
+        values: chunk → new values, or None where they did not change; of a table the rows that did.
         skipped: the group skipped the step because a gradient was not finite.
         staleness: the largest of the step's rounds, in versions.
         settings: the group's hyperparameters, where this worker's differed.
         stop: the group is to end its loop after this step.
     """
 
-    values: dict[int, Tensor | None] = field(default_factory=dict)
+    values: dict[int, Content | None] = field(default_factory=dict)
     skipped: bool = False
     staleness: int = 0
     settings: Settings | None = None
@@ -120,10 +119,10 @@ class Exchange:
         post.plan = plan.digest
         self._servers = [server.name for server in topology.servers_of(member)]
         self._numbers: Counter[int] = Counter()
-        self._slots: dict[int, Tensor] = {}
+        self._slots: dict[int, Content] = {}
         self._tokens: dict[int, Token] = {}
         self._totals: Counter[str] = Counter()
-        self._questions = self._pulls = self._loops = 0
+        self._questions = self._pulls = self._loops = self._edits = 0
         self._commits: dict[tuple[str, int], Commit] = {}
         self._handlers: dict[Kind, Callable[[Message, _Wait], None]] = {
             Kind.WELCOME: self._welcome,
@@ -154,9 +153,12 @@ class Exchange:
     # The start.
 
     def join(
-        self, hello: Hello, start: Mapping[int, tuple[list[State], list[Frame]]]
+        self, hello: Hello, start: Mapping[int, tuple[list[State], list[Frame]]], late: str = ""
     ) -> tuple[Outcome, bool]:
         """Greet the servers, hand them the start (worker 0.0 only), take the common one.
+
+        Args:
+            late: why the start may be long in coming, if it may: the wait is then timeouts.finish's.
 
         Returns:
             the values of all chunks, and whether this worker's own start was another.
@@ -165,13 +167,14 @@ class Exchange:
             self._post.send(server, Kind.HELLO, hello)
         for chunk, (entries, frames) in start.items():
             self._post.send(self.server_of(chunk), Kind.INIT, Init(tuple(entries)), frames, chunk=chunk)
-        wait = _Wait("the servers' welcome", "start", answer=Kind.WELCOME, peers=set(self._servers))
+        what, timeout = (late, "finish") if late else ("the servers' welcome", "start")
+        wait = _Wait(what, timeout, answer=Kind.WELCOME, peers=set(self._servers))
         self._until(wait, lambda: not wait.peers)
         for steps in wait.steps.values():
             for optimizer, step in enumerate(steps):
                 known = self.steps.get(optimizer, step)
                 self.steps[optimizer] = min(known, step)
-        return self.pull(), wait.differs
+        return self.pull(late=late), wait.differs
 
     # One step.
 
@@ -185,7 +188,7 @@ class Exchange:
         """The chunks that belong to an optimizer."""
         return (chunk for chunk in self.plan.chunks if chunk.optimizer == optimizer)
 
-    def share(self, chunk: Chunk, slot: Tensor) -> None:
+    def share(self, chunk: Chunk, slot: Content) -> None:
         """Push the gradient in the slot; the slot belongs to the wire until the chunk's values arrive."""
         number = chunk.number
         self._numbers[number] += 1
@@ -198,12 +201,13 @@ class Exchange:
         self._tokens[number] = self._post.send(
             self.server_of(number),
             Kind.SHARE,
-            frames=[as_bytes(self._slots[number])],
+            frames=frames_of(self._slots[number]),
             group=self.member.group,
             step=self.steps[chunk.optimizer] + 1,
             number=self._numbers[number],
             chunk=number,
             base=self.version[number],
+            codec=codec_of(self._slots[number]),
             dtype=chunk.dtype,
         )
 
@@ -282,14 +286,15 @@ class Exchange:
 
     # Between steps, and the end.
 
-    def pull(self, present: bool = False) -> Outcome:
-        """All chunks' values: the group's own, or the server group's present ones."""
+    def pull(self, present: bool = False, late: str = "") -> Outcome:
+        """All chunks' values: the group's own, or the server group's present ones; `late` as in join()."""
         self._pulls += 1
         number = self._pulls if present else -self._pulls  # so that no older answer is taken for this one's
         for server in self._servers:
             self._post.send(server, Kind.PULL, number=number, group=self.member.group)
         chunks = {chunk.number for chunk in self.plan.chunks}
-        wait = _Wait("all values", "values", chunks=chunks, number=number)
+        what, timeout = (late, "finish") if late else ("all values", "values")
+        wait = _Wait(what, timeout, chunks=chunks, number=number)
         self._until(wait, lambda: not wait.chunks)
         return wait.outcome
 
@@ -303,17 +308,22 @@ class Exchange:
         group, total = self.member.group, self._totals[server]
         self._post.send(server, Kind.LEAVE, Leave(total), group=group, number=self._loops)
 
-    def edit(self, edited: Mapping[int, Tensor]) -> None:
-        """Hand the servers values (chunk → flat) that the script has changed; waits until they are in."""
+    def edit(self, edited: Mapping[int, Sequence[Content]]) -> None:
+        """Hand the servers what the script has changed; waits until it is in.
+
+        Args:
+            edited: chunk → its new values; of a table the changed rows as they are now and as they were.
+        """
+        self._edits += 1
         servers = {self.server_of(chunk) for chunk in edited}
         wait = _Wait("changed values to be stored", "values", answer=Kind.STORED, peers=servers)
 
         def send(server: str) -> None:
             for chunk in edited.keys() - wait.stored:
                 if self.server_of(chunk) == server:
-                    frames = [as_bytes(edited[chunk])]
-                    group = self.member.group
-                    self._post.send(server, Kind.INIT, Init(), frames, group=group, chunk=chunk, number=1)
+                    frames = [frame for content in edited[chunk] for frame in frames_of(content)]
+                    fields = {"group": self.member.group, "chunk": chunk, "number": self._edits}
+                    self._post.send(server, Kind.INIT, Init(), frames, **fields)
 
         wait.again = send
         for server in servers:
@@ -407,7 +417,7 @@ class Exchange:
         chunk, body = self.plan.chunks[header.chunk], message.body(Values)
         outcome = wait.outcome
         outcome.values[chunk.number] = (
-            checked(message.frames, chunk, header.sender) if message.frames else None
+            received(message.frames, header.codec, chunk, header.sender) if message.frames else None
         )
         outcome.skipped |= body.skipped
         outcome.staleness = max(outcome.staleness, body.staleness)

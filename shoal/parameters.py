@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ProtocolError, UsageError
-from shoal.partition import Buffer, Chunk, Parameter, Plan
+from shoal.partition import ITEMSIZE, Buffer, Chunk, Parameter, Plan
+from shoal.rows import Content, Rows, no_rows, numbers_of, refuse_max_norm, rows_of, tables_of
 from shoal.wire import Frame
 
 
@@ -45,6 +46,37 @@ def checked(frames: Sequence[Frame], chunk: Chunk, sender: str) -> Tensor:
             f"{sender} sent frames of {sizes} bytes for chunk {chunk.number}, not {chunk.nbytes}"
         )
     return from_bytes(frames[0], chunk.dtype)
+
+
+def frames_of(content: Content) -> list[Frame]:
+    """The raw frames of what travels of a chunk; of rows their numbers first."""
+    if isinstance(content, Rows):
+        return [as_bytes(content.index), as_bytes(content.values)]
+    return [as_bytes(content)]
+
+
+def codec_of(content: Content | None) -> str:
+    """What the header says of those frames."""
+    return "rows" if isinstance(content, Rows) else "raw"
+
+
+def received(frames: Sequence[Frame], codec: str, chunk: Chunk, sender: str) -> Content:
+    """What `frames_of` made, checked against the plan; raises ProtocolError for anything else."""
+    if codec != "rows":
+        return checked(frames, chunk, sender)
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    count = sizes[0] // 8 if sizes else 0
+    if not chunk.row or sizes != [count * 8, count * chunk.row * ITEMSIZE[chunk.dtype]]:
+        raise ProtocolError(
+            f"{sender} sent frames of {sizes} bytes as rows of chunk {chunk.number}, "
+            f"which has rows of {chunk.row} elements"
+        )
+    index, values = from_bytes(frames[0], "int64"), from_bytes(frames[1], chunk.dtype)
+    if count and (index[0] < 0 or index[-1] >= chunk.rows or bool((index.diff() <= 0).any())):
+        raise ProtocolError(
+            f"{sender} sent rows of chunk {chunk.number}, which has {chunk.rows}, whose numbers do not ascend"
+        )
+    return Rows(index, values.view(count, chunk.row))
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -112,9 +144,11 @@ def describe(
         whole: for each optimizer, whether it must see whole parameters.
 
     Raises:
-        UsageError: for a parameter in two optimizers, a sparse or uninitialised one, or none at all.
+        UsageError: for a parameter in two optimizers, an uninitialised one, or none at all.
+        ParameterEdited: for a lookup with max_norm.
     """
-    owners = _owners(optimizers)
+    owners, tables = _owners(optimizers), tables_of(models)
+    refuse_max_norm(models, tuple(owners))
     names: dict[Tensor, str] = {}
     for prefix, model in named_models(models):
         for name, parameter in model.named_parameters():
@@ -137,7 +171,8 @@ def describe(
     for tensor in ordered:
         optimizer, settings = owners[tensor]
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        parameters.append(Parameter(names[tensor], shape, dtype, optimizer, settings, whole[optimizer]))
+        kind = whole[optimizer], tables.get(tensor, 0)
+        parameters.append(Parameter(names[tensor], shape, dtype, optimizer, settings, *kind))
     buffers, places = _buffers(models, owners)
     return Described(tuple(parameters), tuple(ordered), buffers, places)
 
@@ -178,27 +213,48 @@ class Replica:
     """A worker's copy of the model, and one slot per chunk.
 
     A slot takes a chunk's gradient from the hook, the only copy there; then it belongs to the wire until the
-    chunk's new values arrive.
+    chunk's new values arrive. A table's takes no room: it is replaced by the rows of each gradient.
     """
 
     def __init__(self, plan: Plan, tensors: Sequence[Tensor], places: Sequence[BufferAt]) -> None:
         self.plan = plan
         self.tensors = tuple(tensors)
         self.places = tuple(places)
-        self.slots = tuple(torch.zeros(c.size, dtype=getattr(torch, c.dtype)) for c in plan.chunks)
+        self.slots = [_slot(chunk) for chunk in plan.chunks]
 
     def piece(self, chunk: Chunk, index: int) -> Tensor:
-        """The slot's part for one piece of the chunk, flat."""
-        piece = chunk.pieces[index]
-        return self.slots[chunk.number][piece.at : piece.at + piece.stop - piece.start]
+        """The slot's part for one piece of the chunk, flat; of a table's, the rows it holds."""
+        piece, slot = chunk.pieces[index], self.slots[chunk.number]
+        if isinstance(slot, Rows):
+            return slot.values
+        return slot[piece.at : piece.at + piece.stop - piece.start]
 
     def fill(self, chunk: Chunk, index: int, gradient: Tensor | None) -> None:
         """Copy a gradient (shape of the parameter) into the slot; None fills with zeros."""
-        slot, piece = self.piece(chunk, index), chunk.pieces[index]
+        piece = chunk.pieces[index]
+        if chunk.row and gradient is not None:
+            self.slots[chunk.number] = rows_of(gradient, piece)
+            return
+        slot = self.piece(chunk, index)
         if gradient is None:
             slot.zero_()
         else:
             slot.copy_(gradient.detach().reshape(-1)[piece.start : piece.stop])
+
+    def fill_buffer(self, chunk: Chunk) -> None:
+        """Copy a buffer as it is now into its slot."""
+        assert chunk.buffer is not None
+        numbers_of(self.slots[chunk.number]).copy_(self.places[chunk.buffer].tensor.detach().reshape(-1))
+
+    def holds(self, chunk: Chunk, index: int, gradient: Tensor) -> bool:
+        """Whether the slot has every bit of a gradient."""
+        piece, slot = chunk.pieces[index], self.slots[chunk.number]
+        if gradient.is_sparse is not isinstance(slot, Rows):
+            return False
+        if isinstance(slot, Rows):
+            rows = rows_of(gradient, piece)
+            return torch.equal(rows.index, slot.index) and _same_bytes(rows.values, slot.values)
+        return _same_bytes(gradient.reshape(-1)[piece.start : piece.stop], self.piece(chunk, index))
 
     def read(self, chunk: Chunk) -> Tensor:
         """The chunk's present values in this copy, flat, on the CPU."""
@@ -209,8 +265,14 @@ class Replica:
         )
 
     @torch.no_grad()
-    def install(self, chunk: Chunk, values: Tensor, into: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Write a chunk's values (flat) into the model, or into other tensors given for the model's."""
+    def install(self, chunk: Chunk, values: Content, into: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Write a chunk's values into the model, or into other tensors given for the model's."""
+        if isinstance(values, Rows):
+            (piece,) = chunk.pieces
+            tensor = self.tensors[piece.parameter]
+            index = (values.index + piece.start // chunk.row).to(tensor.device)
+            (into[tensor] if into else tensor).index_copy_(0, index, values.values.to(tensor.device))
+            return
         if chunk.buffer is not None:
             target = self.places[chunk.buffer].tensor
             target = into[target] if into else target
@@ -229,7 +291,7 @@ class Replica:
                 flat[piece.start : piece.stop] = part.to(flat.device)
                 tensor.copy_(flat.view(tensor.shape))
 
-    def build(self, values: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
+    def build(self, values: Mapping[int, Content]) -> dict[Tensor, Tensor]:
         """Copies of the model's tensors that hold other values (chunk → flat); the model stays as it is."""
         ours = [*self.tensors, *(place.tensor for place in self.places)]
         copies = {tensor: tensor.detach().clone() for tensor in ours}
@@ -247,6 +309,16 @@ class Replica:
         for chunk in self.plan.chunks:
             value = zlib.crc32(as_bytes(self.read(chunk)), value)
         return value
+
+
+def _slot(chunk: Chunk) -> Content:
+    dtype: torch.dtype = getattr(torch, chunk.dtype)
+    return no_rows(chunk.row, dtype) if chunk.row else torch.zeros(chunk.size, dtype=dtype)
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    a, b = a.detach().contiguous().cpu(), b.contiguous()
+    return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
 
 
 def pieces_of(chunks: Iterable[Chunk], parameters: int) -> list[list[tuple[Chunk, int]]]:

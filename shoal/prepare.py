@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor
 
 from shoal.batch import Batch
-from shoal.errors import GradientEdited, NonFiniteGradients, ParameterEdited, UsageError
+from shoal.errors import GradientEdited, NonFiniteGradients, ParameterEdited
 from shoal.exchange import Decision, Exchange, Outcome
 from shoal.parameters import Replica, fingerprint, pieces_of
 from shoal.partition import Chunk
+from shoal.rows import check_layout, mark_of, numbers_of
 from shoal.updater import assign_settings, settings_of
 
 SKIPS = 100
@@ -129,17 +129,15 @@ class Stepper:
             self._push(chunk)
 
     def _fill(self, chunk: Chunk, piece: int, gradient: Tensor | None) -> None:
-        if gradient is not None and gradient.layout is not torch.strided:
-            name = self._name(chunk, piece)
-            raise UsageError(f"{name} has a sparse gradient", remedy="build its module with sparse=False")
+        check_layout(self._name(chunk, piece), gradient, chunk.row)
         self._replica.fill(chunk, piece, gradient)
         if gradient is not None:
-            self._progress[chunk.number].seen[piece] = (gradient.data_ptr(), gradient._version)
+            self._progress[chunk.number].seen[piece] = mark_of(gradient)
 
     def _push(self, chunk: Chunk) -> None:
         progress, slot = self._progress[chunk.number], self._replica.slots[chunk.number]
         progress.left, progress.again = True, False
-        progress.finite = chunk.buffer is not None or _finite(slot)
+        progress.finite = chunk.buffer is not None or _finite(numbers_of(slot))
         self._exchange.share(chunk, slot)
 
     # At step().
@@ -194,7 +192,7 @@ class Stepper:
                 self._push_late(chunk, gradients)
             decision.counts.add(chunk.number)
             decision.finite &= self._progress[chunk.number].finite
-            if None in gradients:
+            if any(g is None for g in gradients):  # `in` would ask each tensor whether it equals None
                 touched = tuple(i for i, g in enumerate(gradients) if g is not None)
                 decision.touched[chunk.number] = touched
         return decision
@@ -209,12 +207,11 @@ class Stepper:
             if gradient is None:
                 fresh &= piece not in progress.seen  # dropped after its push: it counts as zero
                 continue
-            same = progress.seen.get(piece) == (gradient.data_ptr(), gradient._version)
+            same = progress.seen.get(piece) == mark_of(gradient)
             if compare:
-                place = chunk.pieces[piece]
-                part = gradient.detach().reshape(-1)[place.start : place.stop]
-                same = _same_bytes(part, self._replica.piece(chunk, piece))
-            if not same and (self._workers > 1 or self._clipped) and gradient.any():  # zeros are zero_grad's
+                same = self._replica.holds(chunk, piece, gradient)
+            edited = not same and (self._workers > 1 or self._clipped)
+            if edited and numbers_of(gradient).any():  # zeros are zero_grad's
                 when = "after clipping" if self._clipped else "after it was pushed to the servers"
                 raise self._edited(self._name(chunk, piece), when)
             fresh &= same
@@ -239,7 +236,7 @@ class Stepper:
             return True
         if self._batch.weight == 0 or self._buffers[chunk.buffer] == _mark(tensor):
             return False
-        self._replica.slots[chunk.number].copy_(tensor.detach().reshape(-1))
+        self._replica.fill_buffer(chunk)
         self._push(chunk)
         return True
 
@@ -329,44 +326,6 @@ class Stepper:
         )
 
 
-def adopt(optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
-    """Make `optimizer.step()` the stepper's: the object stays, its class becomes a subclass.
-
-    A scheduler built earlier has left a `step` of its own on the instance, which calls the old class's; it is
-    wrapped anew around the new one.
-    """
-    cls = type(optimizer)
-
-    def step(
-        self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None
-    ) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        stepper.step(grad_scaler)
-        return loss
-
-    hooked = torch.optim.Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # type: ignore[attr-defined]
-    members = {"step": hooked, "_step_supports_amp_scaling": True, "__module__": cls.__module__}
-    wrapped = optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = type(cls.__name__, (cls,), members)
-    optimizer.state.clear()
-    if wrapped is not None:
-        new_step = optimizer.step
-
-        def counted(*args: Any, **keywords: Any) -> Any:
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            return new_step(*args, **keywords)
-
-        counted.__wrapped__ = new_step  # type: ignore[attr-defined]
-        counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = counted  # type: ignore[method-assign]
-    # We take the scaler itself, because only it can be told what the other workers found.
-    warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself")
-
-
 def _loss_scale(scaler: Any, optimizer: torch.optim.Optimizer) -> float:
     """The factor that the gradients still carry."""
     if scaler is None or not scaler.is_enabled():
@@ -389,8 +348,3 @@ def _finite(values: Tensor) -> bool:
     if bool(values.sum().isfinite()):
         return True
     return bool(values.isfinite().all())
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    a, b = a.detach().contiguous().cpu(), b.contiguous()
-    return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

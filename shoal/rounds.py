@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,12 @@ from torch import Tensor
 from shoal import acts
 from shoal.acts import Action
 from shoal.admission import Admission
+from shoal.asynchrony import Correction
 from shoal.errors import ProtocolError
 from shoal.ledger import Life
-from shoal.parameters import as_bytes, checked
+from shoal.parameters import checked, codec_of, frames_of, received
 from shoal.partition import Chunk, Plan
+from shoal.rows import Content, Rows, average_rows, edited_rows
 from shoal.shard import Shard, average, merge, squared_norm
 from shoal.sync import Sync
 from shoal.topology import Member
@@ -31,6 +34,7 @@ class Snapshot:
 
     Attributes:
         revision: lsn of the chunk's last change when it was taken.
+        values: all of them, or of a table the rows that have changed since the group's last snapshot.
         news: whether the group has not been sent these bytes before.
         stop: the group is to end its loop after this step.
     """
@@ -38,7 +42,7 @@ class Snapshot:
     reply: acts.Reply
     version: int
     revision: int
-    values: Tensor
+    values: Content
     news: bool
     stop: bool
 
@@ -50,6 +54,10 @@ class Rounds:
         alone: one worker group, and no other server group: the shard itself may then be sent, because
             nothing changes it before every worker has it.
         peers: names of the servers that this one synchronises with.
+
+    Attributes:
+        correction: what is done to an update because groups run beside each other.
+        begin_followers: called when group 0's warm-up is over: other server groups get their start.
     """
 
     def __init__(
@@ -65,11 +73,13 @@ class Rounds:
         peers: Sequence[str] = (),
     ) -> None:
         self.admission, self.shard, self.sync = admission, shard, sync
+        self.correction = Correction()
+        self.begin_followers: Callable[[], None] = lambda: None
         self.staleness: Counter[int] = Counter()
         self.cursors: dict[str, tuple[int, ...]] = {}
         self._plan, self._post, self._alone = plan, post, alone
         self._start = settings
-        self._payloads: dict[tuple[int, int, int], Tensor] = {}
+        self._payloads: dict[tuple[int, int, int], Content] = {}
         self._commits: dict[tuple[int, int], dict[int, Commit]] = {}
         self._settings: dict[tuple[int, int, int], Settings] = {}
         self._snapshots: dict[tuple[int, int], Snapshot] = {}
@@ -78,13 +88,17 @@ class Rounds:
         self._peers = tuple(peers)
         self._loop = 1
         self._stopping = False
+        self._cold: dict[tuple[int, int], int] = {}
+        self._edits: dict[tuple[Life, int], int] = {}
 
     # One handler per kind of message.
 
     def share(self, message: Message) -> None:
         """A worker's gradient of a chunk arrived."""
         header, chunk = message.header, self.chunk(message)
-        payload = checked(message.frames, chunk, header.sender)
+        payload = received(message.frames, header.codec, chunk, header.sender)
+        if isinstance(payload, Rows) != bool(chunk.row):
+            raise ProtocolError(f"{header.sender} pushed all of chunk {chunk.number}, a table's: rows only")
         share = acts.Share(life_of(message), chunk.number, header.step, header.number, header.base)
         for action in self.admission.admit(share):
             if isinstance(action, acts.Hold):
@@ -141,24 +155,40 @@ class Rounds:
             if number > 0:
                 values = self.shard.values(chunk.number).clone()
                 self._send_values(header.sender, chunk.number, values, Values(), number=number)
+            elif self.admission.cold(life.group):
+                self._cold[life.group, life.rank] = number
             elif number < 0:
                 self._answer(chunk.number, life.group, life.rank, number)
             else:
                 self._admit(acts.Pull(life, chunk.number, header.step))
+        if self.admission.cold(life.group):
+            self._tell(acts.Tell(life.group, life.rank, header.step, (), (0,)))
 
     def edit(self, message: Message) -> None:
         """A group has changed a chunk by hand: what it changed is added to what others did meanwhile."""
         header, chunk = message.header, self.chunk(message)
-        edited = checked(message.frames, chunk, header.sender)
-        values, snapshot = (
-            self.shard.values(chunk.number),
-            self._snapshots[chunk.number, life_of(message).group],
-        )
-        alike = torch.equal(values, snapshot.values)
-        self.shard.assign(chunk.number, edited if alike else values + (edited - snapshot.values))
-        if not self._alone:
-            snapshot.values.copy_(edited)
+        life = life_of(message)
+        if header.number > self._edits.get((life, chunk.number), 0):
+            self._edits[life, chunk.number] = header.number
+            edit = self._edit_rows if chunk.row else self._edit_chunk
+            edit(message, chunk)
         self._post.send(header.sender, Kind.STORED, chunk=chunk.number)
+
+    def _edit_chunk(self, message: Message, chunk: Chunk) -> None:
+        edited = checked(message.frames, chunk, message.header.sender)
+        values = self.shard.values(chunk.number)
+        known = self._snapshots[chunk.number, life_of(message).group].values
+        assert isinstance(known, Tensor)
+        self.shard.assign(chunk.number, edited if torch.equal(values, known) else values + (edited - known))
+        if not self._alone:
+            known.copy_(edited)
+
+    def _edit_rows(self, message: Message, chunk: Chunk) -> None:
+        sender, frames = message.header.sender, message.frames
+        new, old = (received(part, "rows", chunk, sender) for part in (frames[:2], frames[2:]))
+        if not (isinstance(new, Rows) and isinstance(old, Rows) and torch.equal(new.index, old.index)):
+            raise ProtocolError(f"{sender} changed rows of chunk {chunk.number} and says not which they were")
+        self.shard.assign(chunk.number, edited_rows(self.shard.table(chunk.number), new, old))
 
     def _stop_loop(self) -> None:
         """A worker asks all groups to end their loops: each hears it with the values of its next step."""
@@ -175,7 +205,20 @@ class Rounds:
         """All groups have left and flushed: a group that asks now gets this end, whatever others begin."""
         self._loop, self._stopping = self._loop + 1, False
         for chunk, group in list(self._snapshots):
-            self._snapshot(acts.Reply(chunk, group, self.admission.closed(group, chunk), False, -1))
+            self._snapshot(self._standing(chunk, group), whole=True)
+
+    def _standing(self, chunk: int, group: int) -> acts.Reply:
+        """A reply that answers no round."""
+        return acts.Reply(chunk, group, self.admission.closed(group, chunk), False, -1)
+
+    def _begin_all(self) -> None:
+        """Worker group 0 has warmed the model up: what it has become is the others' start."""
+        self.sync.begin()
+        self.begin_followers()
+        for (group, rank), number in self._cold.items():
+            for chunk in self.shard.chunks:
+                self._answer(chunk.number, group, rank, number)
+        self._cold.clear()
 
     # Actions.
 
@@ -204,17 +247,23 @@ class Rounds:
                 pass  # its workers' leaves say of which loop
             case acts.Returned():
                 self.sync.resume()
+            case acts.Warm():
+                self._begin_all()
             case acts.Hold():
                 raise AssertionError("only a share is held")
 
-    def _averaged(self, rule: acts.Average, combine: Callable[..., Tensor] = average) -> Tensor:
-        return combine([self._payloads[rule.group, rank, rule.chunk] for rank in rule.ranks], rule)
+    def _shares(self, rule: acts.Average) -> list[Any]:
+        return [self._payloads[rule.group, rank, rule.chunk] for rank in rule.ranks]
+
+    def _averaged(self, rule: acts.Average) -> Content:
+        table = self._plan.chunks[rule.chunk].row > 0
+        return average_rows(self._shares(rule), rule) if table else average(self._shares(rule), rule)
 
     def _apply(self, action: acts.Apply) -> None:
         rule = action.average
         chunk = self._plan.chunks[rule.chunk]
         if chunk.buffer is not None:
-            self.shard.assign(rule.chunk, self._averaged(rule, merge))
+            self.shard.assign(rule.chunk, merge(self._shares(rule), rule))
         else:
             key = (rule.group, chunk.optimizer)
             commit = self._commits[key][rule.ranks[0]]
@@ -223,7 +272,12 @@ class Rounds:
                 gradient = gradient * (1 / commit.scale)
             if commit.clip != 1:
                 gradient = gradient * commit.clip
+            if isinstance(gradient, Tensor) and self.correction.compensation and not self._alone:
+                now, then = self.shard.values(rule.chunk), self._snapshots[rule.chunk, rule.group].values
+                assert isinstance(then, Tensor)  # alone, nothing has moved
+                gradient = self.correction.gradient(gradient, now, then)
             settings = self._settings.get((*key, 0), self._start[chunk.optimizer])
+            settings = self.correction.settings(settings, action.staleness)
             self.shard.step(rule.chunk, gradient, rule.touched, settings)
             self.staleness[action.staleness] += 1
         self.sync.closed(rule.chunk, time.monotonic())
@@ -255,14 +309,18 @@ class Rounds:
         for rank in range(self.admission.workers(reply.group)):
             self._send_snapshot(snapshot, rank, resend=False)
 
-    def _snapshot(self, reply: acts.Reply) -> Snapshot:
+    def _snapshot(self, reply: acts.Reply, whole: bool = False) -> Snapshot:
+        """What the group gets from now on; all of a table only if `whole`, for who has none of it."""
         key, revision = (reply.chunk, reply.group), self.shard.revision[reply.chunk]
         last = self._snapshots.get(key)
-        values = self.shard.values(reply.chunk)
+        values: Content = self.shard.values(reply.chunk)
         news = last is None or last.revision != revision
-        if not self._alone:
+        if last is not None and self._plan.chunks[reply.chunk].row and not whole:
+            values = self.shard.news(reply.chunk, last.revision)
+        elif isinstance(values, Tensor) and not self._alone:
             # The group has all of the last snapshot, or this round could not have closed: reuse its memory.
-            values = last.values.copy_(values) if last is not None and news else values.clone()
+            known = last.values if last is not None and news else None
+            values = known.copy_(values) if isinstance(known, Tensor) else values.clone()
         version = self.admission.version(reply.chunk)
         snapshot = Snapshot(reply, version, revision, values, news, self._stopping)
         self._snapshots[key] = snapshot
@@ -270,9 +328,8 @@ class Rounds:
 
     def _answer(self, chunk: int, group: int, rank: int, number: int = 0) -> None:
         snapshot = self._snapshots.get((chunk, group))
-        if snapshot is None:
-            closed = self.admission.closed(group, chunk)
-            snapshot = self._snapshot(acts.Reply(chunk, group, closed, False, -1))
+        if snapshot is None or (number and isinstance(snapshot.values, Rows)):
+            snapshot = self._snapshot(self._standing(chunk, group), whole=True)
         self._send_snapshot(snapshot, rank, resend=True, number=number)
 
     def _send_snapshot(self, snapshot: Snapshot, rank: int, resend: bool, number: int = 0) -> None:
@@ -292,12 +349,14 @@ class Rounds:
             lsn=snapshot.revision,
         )
 
-    def _send_values(self, peer: str, chunk: int, values: Tensor | None, body: Values, **fields: int) -> None:
+    def _send_values(
+        self, peer: str, chunk: int, values: Content | None, body: Values, **fields: int
+    ) -> None:
         fields.setdefault("version", self.admission.version(chunk))
         fields.setdefault("lsn", self.shard.revision[chunk])
-        frames = [] if values is None else [as_bytes(values)]
-        dtype = self._plan.chunks[chunk].dtype
-        self._post.send(peer, Kind.VALUES, body, frames, chunk=chunk, dtype=dtype, **fields)
+        frames = [] if values is None else frames_of(values)
+        kind = {"codec": codec_of(values), "dtype": self._plan.chunks[chunk].dtype}
+        self._post.send(peer, Kind.VALUES, body, frames, chunk=chunk, **kind, **fields)
 
     # Hyperparameters: worker 0 of the group decides.
 

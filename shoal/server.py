@@ -6,17 +6,20 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import Tensor
 
 from shoal import acts
 from shoal.admission import Admission, Owned
+from shoal.asynchrony import Correction
 from shoal.config import Config
 from shoal.errors import ModelMismatch, PeerFailed, ProtocolError
 from shoal.events import Events
 from shoal.parameters import as_bytes, checked
 from shoal.partition import Plan, difference, make_plan
 from shoal.rounds import Rounds, life_of
+from shoal.schedule import UNSCHEDULED, Schedule, Schedules
 from shoal.shard import Shard
 from shoal.sync import Sync
 from shoal.topology import Member, Topology
@@ -33,14 +36,22 @@ class Server:
     Args:
         post: its letters.
         events: where it reports.
+        schedules: where the order of its messages is written to or read from.
     """
 
     def __init__(
-        self, member: Member, topology: Topology, config: Config, post: Post, events: Events
+        self,
+        member: Member,
+        topology: Topology,
+        config: Config,
+        post: Post,
+        events: Events,
+        schedules: Schedules = UNSCHEDULED,
     ) -> None:
         self.member, self.topology, self.config = member, topology, config
         self.rounds: Rounds | None = None
         self._post, self._events = post, events
+        self._schedule = Schedule(schedules, config, member)
         self._workers = {worker.name for worker in topology.workers_of(member)}
         self._peers = {peer.name for peer in topology.peers_of(member)}
         near = {server.name for server in leaders(member, topology)} | followers(member, topology)
@@ -48,6 +59,7 @@ class Server:
         self._model: Hello | None = None
         self._plan: Plan | None = None
         self._hellos: dict[str, Message] = {}
+        self._starting: list[str] = []
         self._early: list[Message] = []
         self._early_values: list[Message] = []
         self._missing: set[int] = set()
@@ -74,6 +86,7 @@ class Server:
         try:
             while not self._stopped >= self._workers | self._peers:
                 self._once()
+            self._schedule.end()
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             for name in self._hellos:
@@ -91,9 +104,19 @@ class Server:
             self._events.write("note", message=f"dropped a message: {error}")
             return
         if message is not None:
-            self._take(message)
+            self._deal(message)
         if self.rounds is not None:
             self.rounds.sync.tick(time.monotonic())
+            self._schedule.check(time.monotonic())
+
+    def _deal(self, message: Message) -> None:
+        """Handle a message when it is its turn."""
+        ready = [message]
+        if self.rounds is not None:
+            with suppress(ProtocolError):  # who handles it says what is wrong with it
+                ready = self._schedule.arrived(message, time.monotonic())
+        for each in ready:
+            self._take(each)
 
     def _take(self, message: Message) -> None:
         """Handle a message, or tell its sender why not."""
@@ -180,22 +203,23 @@ class Server:
             Kind.SYNCED: self._sync_reply,
         }
         waiting, self._early = [*self._hellos.values(), *self._early], []
+        self._schedule.begin(self._plan.digest, time.monotonic())
         for message in waiting:
-            self._take(message)
+            self._deal(message)
 
     def _make_rounds(self, plan: Plan) -> Rounds:
         topology, member, timeouts = self.topology, self.member, self.config.timeouts
         assert self._model is not None
         served = topology.worker_groups_of(member.group)
         chunks = {c.number: Owned(c.optimizer, c.buffer is not None) for c in self._shard.chunks}
-        admission = Admission(
-            dict.fromkeys(served, topology.workers_per_group), chunks, self.config.cluster.max_delay
-        )
+        cluster = self.config.cluster
+        groups = dict.fromkeys(served, topology.workers_per_group)
+        admission = Admission(groups, chunks, cluster.max_delay, cluster.warmup_steps)
         sync = Sync(
             self._shard,
             member.group,
             plan.server_groups,
-            self.config.cluster.sync_freq,
+            cluster.sync_freq,
             self._sender(Kind.SYNC),
             self._sender(Kind.SYNCED),
             timeouts.ask,
@@ -203,7 +227,12 @@ class Server:
         alone = len(served) == 1 and plan.server_groups == 1
         settings = tuple(spec.groups for spec in self._model.optimizers)
         peers = sorted(self._peers)
-        return Rounds(plan, self._shard, admission, sync, self._post, settings, alone=alone, peers=peers)
+        rounds = Rounds(plan, self._shard, admission, sync, self._post, settings, alone=alone, peers=peers)
+        rounds.correction = Correction.of(cluster)
+        rounds.begin_followers = self._hand_over
+        if admission.warming:
+            sync.hold()
+        return rounds
 
     def _receive(self, message: Message) -> None:
         """Welcome a worker, or hand the model to a server of another group."""
@@ -212,15 +241,9 @@ class Server:
         if Member.parse(sender).role == "server":
             if source_of(Member.parse(sender), self.topology) == self.member:
                 self._post.send(sender, Kind.WELCOME, Welcome(model=model))
-                for chunk in self._shard.chunks:
-                    entries, frames = self._shard.export(chunk.number)
-                    self._post.send(
-                        sender,
-                        Kind.INIT,
-                        Init(tuple(entries)),
-                        [bytes(f) for f in frames],
-                        chunk=chunk.number,
-                    )
+                self._starting.append(sender)
+                if not self.rounds.admission.warming:
+                    self._hand_over()
             return
         hello = message.body(Hello)
         if found := differs(hello, model):
@@ -236,6 +259,15 @@ class Server:
         self._post.send(sender, Kind.WELCOME, Welcome(steps, hello.checksum != model.checksum))
 
     # Between server groups.
+
+    def _hand_over(self) -> None:
+        """Give the servers that follow this one their start."""
+        for name in self._starting:
+            for chunk in self._shard.chunks:
+                entries, frames = self._shard.export(chunk.number)
+                raw = [bytes(frame) for frame in frames]
+                self._post.send(name, Kind.INIT, Init(tuple(entries)), raw, chunk=chunk.number)
+        self._starting.clear()
 
     def _sender(self, kind: Kind) -> Callable[..., None]:
         def send(group: int, chunk: int, sequence: int, final: int, tensor: Tensor) -> None:

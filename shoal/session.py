@@ -424,5 +424,6 @@ def serve(membership: Membership) -> None:
     m = membership
     events = Events(RunDir(m.run_dir).events(m.member) if m.run_dir else None, m.member.name)
     endpoint = OneMachine(m).endpoint()
-    Server(m.member, m.topology, m.config, Post(endpoint, m.run_id, m.incarnation), events).serve()
+    post = Post(endpoint, m.run_id, m.incarnation)
+    Server(m.member, m.topology, m.config, post, events, m.schedules).serve()
     endpoint.close()

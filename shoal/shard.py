@@ -10,6 +10,7 @@ from torch import Tensor
 from shoal.acts import Average
 from shoal.parameters import as_bytes, checked
 from shoal.partition import Chunk, Plan
+from shoal.rows import Content, Rows, changed_rows, numbers_of
 from shoal.updater import Settings, Updater, resolve
 from shoal.wire import Frame, OptimizerSpec, State
 
@@ -46,6 +47,18 @@ def merge(shares: Sequence[Tensor], rule: Average) -> Tensor:
     return total
 
 
+def pieces_in(values: Tensor, plan: Plan, chunk: Chunk) -> list[Tensor]:
+    """Views of a chunk's values (flat), one for each piece, shaped as an `Updater` wants them."""
+    pieces = []
+    for piece in chunk.pieces:
+        parameter = plan.parameters[piece.parameter]
+        part = values[piece.at : piece.at + piece.stop - piece.start]
+        if parameter.row:
+            part = part.view(-1, parameter.row)
+        pieces.append(part.view(parameter.shape) if parameter.whole else part)
+    return pieces
+
+
 class Shard:
     """One server's part of the model.
 
@@ -67,44 +80,58 @@ class Shard:
             for dtype, size in plan.spaces(server).items()
         }
         self._views = {c.number: self._spaces[c.dtype][c.start : c.stop] for c in self.chunks}
+        self._tables = {c.number: self._views[c.number].view(-1, c.row) for c in self.chunks if c.row}
+        self._rows = {number: torch.zeros(len(t), dtype=torch.int64) for number, t in self._tables.items()}
         classes = [resolve(spec.name, allowed) for spec in optimizers]
         self._updaters = {
             c.number: Updater(
                 classes[c.optimizer],
                 optimizers[c.optimizer],
-                self._pieces(c),
+                pieces_in(self._views[c.number], plan, c),
                 [plan.parameters[p.parameter].settings for p in c.pieces],
             )
             for c in self.chunks
             if c.buffer is None
         }
 
-    def _pieces(self, chunk: Chunk) -> list[Tensor]:
-        view = self._views[chunk.number]
-        pieces = []
-        for piece in chunk.pieces:
-            parameter = self.plan.parameters[piece.parameter]
-            part = view[piece.at : piece.at + piece.stop - piece.start]
-            pieces.append(part.view(parameter.shape) if parameter.whole else part)
-        return pieces
-
     def values(self, chunk: int) -> Tensor:
         """The chunk's values (flat): the shard itself, not a copy."""
         return self._views[chunk]
 
-    def _changed(self, chunk: int) -> None:
+    def table(self, chunk: int) -> Tensor:
+        """A table's chunk (rows × elements per row): the shard itself, not a copy."""
+        return self._tables[chunk]
+
+    def news(self, chunk: int, since: int) -> Rows:
+        """Copies of the rows of a table's chunk that have changed after the shard's change number `since`."""
+        index = (self._rows[chunk] > since).nonzero()[:, 0]
+        return Rows(index, self._tables[chunk][index])
+
+    def _changed(self, chunk: int, rows: Tensor | None = None) -> None:
+        """A chunk has changed; of a table the rows with these numbers, None = all."""
         self.lsn += 1
         self.revision[chunk] = self.lsn
+        if chunk in self._rows:
+            self._rows[chunk][slice(None) if rows is None else rows] = self.lsn
 
-    def step(self, chunk: int, gradient: Tensor, touched: Sequence[int] | None, settings: Settings) -> None:
-        """Apply an averaged gradient (flat, float32 or wider; rounded once to the chunk's dtype)."""
-        self._updaters[chunk].step(gradient.to(self._views[chunk].dtype), touched, settings)
-        self._changed(chunk)
+    def step(self, chunk: int, gradient: Content, touched: Sequence[int] | None, settings: Settings) -> None:
+        """Apply an averaged gradient (float32 or wider; rounded once to the chunk's dtype)."""
+        updater = self._updaters[chunk]
+        updater.step(gradient.to(self._views[chunk].dtype), touched, settings)
+        self._changed(chunk, updater.moved(gradient) if isinstance(gradient, Rows) else None)
 
-    def assign(self, chunk: int, values: Tensor) -> None:
-        """Set the chunk's values (flat)."""
-        self._views[chunk].copy_(values)
-        self._changed(chunk)
+    def assign(self, chunk: int, values: Content) -> None:
+        """Set the chunk's values (flat), or some rows of a table."""
+        rows = None
+        if isinstance(values, Rows):
+            rows = values.index
+            self._tables[chunk][rows] = values.values
+        else:
+            if chunk in self._tables:
+                new, _ = changed_rows(self._views[chunk], values, self._tables[chunk].shape[1])
+                rows = new.index
+            self._views[chunk].copy_(values)
+        self._changed(chunk, rows)
 
     def export(self, chunk: int) -> tuple[list[State], list[Frame]]:
         """Everything about a chunk as it travels: its values' frame first, then its state's."""
@@ -129,6 +156,6 @@ class Shard:
         return sum(updater.state_bytes for updater in self._updaters.values())
 
 
-def squared_norm(averages: Mapping[int, Tensor]) -> float:
+def squared_norm(averages: Mapping[int, Content]) -> float:
     """Sum of squares over averaged chunks, in float64."""
-    return sum(float(t.abs().double().square().sum()) for t in averages.values())
+    return sum(float(numbers_of(a).abs().double().square().sum()) for a in averages.values())

@@ -13,6 +13,7 @@ from torch.distributed import FileStore, HashStore, Store
 
 from shoal.config import Config
 from shoal.errors import ShoalError, WaitTimeout
+from shoal.schedule import UNSCHEDULED, Schedules
 from shoal.server import leaders
 from shoal.topology import Member, Topology
 from shoal.transport import Endpoint, Lane
@@ -28,6 +29,7 @@ class Membership:
         run_id: the run's secret, which every message carries.
         run_dir: where the run writes; None = nowhere.
         private: directory of sockets and of the store, readable by this user alone.
+        schedules: where the order of servers' messages is written to or read from.
     """
 
     config: Config
@@ -37,6 +39,7 @@ class Membership:
     run_dir: Path | None
     private: Path
     incarnation: int = 1
+    schedules: Schedules = UNSCHEDULED
 
 
 class Site(Protocol):

@@ -3,6 +3,8 @@
 Follower: Δ = cur − B, B' = cur; on the reply M: cur ← M + (cur − B'), B ← M. Master: cur ← cur + Δ, once per
 (chunk, group, sequence). SINGA 0.3 set B ← cur on the reply instead, which lost every update made while an
 exchange was in flight. Buffers are averaged instead, so that a variance stays a variance.
+
+Tables with sparse gradients travel between server groups whole, as differences: `sync_freq` says how often.
 """
 
 from __future__ import annotations
@@ -76,12 +78,23 @@ class Sync:
         self._open: set[int] = set()
         self._loop = 0
         self._flushing = False
+        self._begun = True
+
+    def hold(self) -> None:
+        """The other groups have no start yet: exchange nothing before `begin()`."""
+        self._begun = False
+
+    def begin(self) -> None:
+        """The present values are every group's start."""
+        self._begun = True
+        for chunk, state in self._following.items():
+            state.base.copy_(self._shard.values(chunk))
 
     # Beside training.
 
     def closed(self, chunk: int, now: float) -> None:
         """A local round changed the chunk."""
-        if state := self._following.get(chunk):
+        if (state := self._following.get(chunk)) and self._begun:
             state.rounds += 1
             if state.sent is None and state.rounds >= self._frequency:
                 self._send(chunk, state, now)

@@ -18,6 +18,7 @@ from shoal import session
 from shoal.config import Cluster, Config, Timeouts, load
 from shoal.errors import ShoalError
 from shoal.events import Events
+from shoal.schedule import UNSCHEDULED, Schedules
 from shoal.server import Server
 from shoal.session import Run
 from shoal.site import Membership, OneProcess
@@ -109,6 +110,7 @@ def run_cluster(
     judge: Judge | None = None,
     links: Callable[[dict[str, Faulty]], None] | None = None,
     timeout: float = 60.0,
+    schedules: Schedules = UNSCHEDULED,
 ) -> Report:
     """Run `function` in every worker of a cluster of threads.
 
@@ -116,6 +118,7 @@ def run_cluster(
         function: the training, given its run; `shoal.init()` inside it gives the same one.
         judge: decides the fate of every message; all are delivered without one.
         links: called with all members' links before anything starts.
+        schedules: folders that the order of servers' messages is recorded in or replayed from.
 
     Raises:
         the first error of any member.
@@ -145,7 +148,7 @@ def run_cluster(
 
     for member in topology.servers:
         post = Post(report.links[member.name], "test")
-        server = Server(member, topology, config, post, report.events[member.name])
+        server = Server(member, topology, config, post, report.events[member.name], schedules)
         report.servers[member.name] = server
         threads.append(threading.Thread(target=guarded, args=(member.name, server.serve), daemon=True))
     for member in topology.workers:

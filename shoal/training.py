@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shoal.adoption import adopt
+from shoal.asynchrony import Correction, cautions
 from shoal.batch import Batch, Hold
 from shoal.collectives import Collectives
 from shoal.data import Loader
@@ -23,11 +25,12 @@ from shoal.events import Events
 from shoal.exchange import Exchange, Outcome
 from shoal.parameters import Replica, as_bytes, describe, named_models, plain_name, refuse_wrappers
 from shoal.partition import Chunk, Plan, make_plan
-from shoal.prepare import Stepper, adopt
+from shoal.prepare import Stepper
+from shoal.rows import Content, changed_rows, cut_state
 from shoal.site import Membership, Site
 from shoal.topology import Member
 from shoal.transport import Post
-from shoal.updater import is_elementwise, pack, resolve, spec_of
+from shoal.updater import is_elementwise, pack, refuse_gradients, resolve, spec_of
 from shoal.wire import VERSION, Frame, Hello, OptimizerSpec, State
 
 REPORT = 0.25  # seconds between two progress events at the least
@@ -41,6 +44,7 @@ class Prepared(NamedTuple):
     specs: Sequence[OptimizerSpec]
     plan: Plan
     loaders: Sequence[Loader]
+    batch: Batch
 
 
 class Training:
@@ -88,8 +92,12 @@ class Training:
         m = self.membership
         allowed = m.config.allow_optimizers
         specs = tuple(spec_of(optimizer, allowed) for optimizer in optimizers)
+        correction = Correction.of(m.config.cluster)
+        correction.refuse(specs)
         whole = [not is_elementwise(resolve(spec.name, allowed)) for spec in specs]
         described = describe(self._models, optimizers, whole)
+        refuse_gradients(described.parameters, specs, allowed)
+        correction.refuse_tables(described.parameters)
         groups = m.topology.server_groups if m.topology.synchronised else 1
         plan = make_plan(
             described.parameters,
@@ -99,18 +107,21 @@ class Training:
             m.config.cluster.slicer,
         )
         if self.probe is not None:
-            self.probe(Prepared(self._models, optimizers, specs, plan, self.loaders))
+            self.probe(Prepared(self._models, optimizers, specs, plan, self.loaders, self.batch))
         self._replica = Replica(plan, described.tensors, described.places)
         post = Post(self._site.endpoint(), m.run_id, m.incarnation)
         exchange = Exchange(m.member, m.topology, post, plan, m.config.timeouts, self._site.check)
         hello = Hello(VERSION, described.parameters, described.buffers, specs, self._replica.checksum())
-        outcome, differs = exchange.join(hello, self._start(optimizers))
+        outcome, differs = exchange.join(hello, self._start(optimizers), self._late())
         self._install(outcome)
         self._exchange = exchange
         if differs:
             self.note(
                 "this worker's start differed from worker 0.0's, which is everyone's; a seed makes them equal"
             )
+        if m.member == Member("worker", 0, 0):
+            for caution in cautions(m.topology, self._models, optimizers):
+                self.note(caution)
         for number, optimizer in enumerate(optimizers):
             self._adopt(number, optimizer)
         self._began = time.time()
@@ -132,12 +143,19 @@ class Training:
             start[chunk.number] = entries, [as_bytes(replica.read(chunk)), *frames]
         return start
 
+    def _late(self) -> str:
+        """Why this worker's start may be long in coming; "" where it may not."""
+        steps = self.membership.config.cluster.warmup_steps
+        if not steps or self.membership.member.group == 0:
+            return ""
+        return f"the start that worker group 0 makes in its first {steps} steps (cluster.warmup_steps)"
+
     def _adopt(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         replica, exchange = self._joined()
         workers = self.membership.topology.workers_per_group
         stepper = Stepper(number, optimizer, replica, exchange, workers, self)
         self._steppers[number] = stepper
-        adopt(optimizer, stepper)
+        adopt(optimizer, stepper, self.note)
 
     def _joined(self) -> tuple[Replica, Exchange]:
         if self._replica is None or self._exchange is None:
@@ -204,7 +222,8 @@ class Training:
         yield
         if self.membership.member.index == 0:
             after = replica.snapshot()
-            exchange.edit({c: after[c] for c in before if not torch.equal(after[c], before[c])})
+            edited = {c.number: _edited(c, before[c.number], after[c.number]) for c in replica.plan.chunks}
+            exchange.edit({chunk: contents for chunk, contents in edited.items() if contents})
         self._remember()
 
     def note(self, message: str) -> None:
@@ -302,7 +321,7 @@ class Training:
         """See Run.state_dict."""
         replica, exchange = self._joined()
         self.settle()
-        values = replica.snapshot()
+        values: dict[int, Content] = {**replica.snapshot()}
         if not self.left:
             pulled = exchange.pull(present=True).values
             values |= {number: flat for number, flat in pulled.items() if flat is not None}
@@ -322,6 +341,13 @@ class Training:
         os.replace(partial, target)
 
 
+def _edited(chunk: Chunk, before: Tensor, after: Tensor) -> tuple[Content, ...]:
+    """What the servers have to know of a chunk (flat) that the script has changed; nothing if it has not."""
+    if torch.equal(after, before):
+        return ()
+    return changed_rows(before, after, chunk.row) if chunk.row else (after,)
+
+
 def _cut(optimizer: torch.optim.Optimizer, replica: Replica, chunk: Chunk, index: int) -> dict[str, Any]:
     """A piece's part of the state that a worker's optimizer already has."""
     piece = chunk.pieces[index]
@@ -330,6 +356,6 @@ def _cut(optimizer: torch.optim.Optimizer, replica: Replica, chunk: Chunk, index
     state: dict[str, Any] = {}
     for key, value in optimizer.state.get(tensor, {}).items():
         if isinstance(value, Tensor) and value.shape == tensor.shape and not whole:
-            value = value.detach().reshape(-1)[piece.start : piece.stop]
+            value = cut_state(value, piece, chunk.row)
         state[key] = value
     return state

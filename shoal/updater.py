@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import OptimizerRefused
-from shoal.parameters import as_bytes, dtype_name, from_bytes
+from shoal.parameters import as_bytes, dtype_name, frames_of, from_bytes
+from shoal.partition import Parameter
+from shoal.rows import Content, Rows
 from shoal.wire import Frame, OptimizerSpec, State
 
 ELEMENTWISE = frozenset(
@@ -19,7 +21,13 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers of torch.optim whose update of an element depends on that element alone."""
 
-NEEDS = {"LBFGS": "it evaluates the loss itself (a closure)", "SparseAdam": "it takes sparse gradients"}
+SPARSE_ONLY = frozenset({"SparseAdam"})
+"""Elementwise as well, but for tables with sparse gradients only."""
+
+NEEDS = {"LBFGS": "it evaluates the loss itself (a closure)"}
+
+NOT_SENT = frozenset({"params", "param_names", "capturable"})
+"""Of a param group: `capturable` is about CUDA graphs, which servers do not use."""
 
 Settings = tuple[dict[str, Any], ...]
 
@@ -36,7 +44,7 @@ def plain(value: Any) -> Any:
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     """The hyperparameters of each param group, as they travel."""
     return tuple(
-        {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        {key: plain(value) for key, value in group.items() if key not in NOT_SENT}
         for group in optimizer.param_groups
     )
 
@@ -99,7 +107,7 @@ def resolve(name: str, allowed: Sequence[str]) -> type[torch.optim.Optimizer]:
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether the optimizer may run on pieces of parameters."""
     if class_name(cls).startswith("torch.optim:"):
-        return cls.__name__ in ELEMENTWISE
+        return cls.__name__ in ELEMENTWISE | SPARSE_ONLY
     return bool(getattr(cls, "elementwise", False))
 
 
@@ -107,16 +115,53 @@ def spec_of(optimizer: torch.optim.Optimizer, allowed: Sequence[str]) -> Optimiz
     """The optimizer as it travels; raises OptimizerRefused for one that servers cannot run."""
     name = class_name(type(optimizer))
     resolve(name, allowed)
-    defaults = {key: plain(value) for key, value in optimizer.defaults.items()}
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerRefused(
+            "differentiable=True cannot be had: no gradient flows through the servers' step",
+            remedy="leave it out, or train the outer problem with one plain process",
+        )
+    defaults = {key: plain(value) for key, value in optimizer.defaults.items() if key not in NOT_SENT}
     return OptimizerSpec(name, defaults, settings_of(optimizer))
+
+
+def refuse_gradients(
+    parameters: Sequence[Parameter], specs: Sequence[OptimizerSpec], allowed: Sequence[str]
+) -> None:
+    """Raise OptimizerRefused, with torch's reason, for gradients that an optimizer does not take.
+
+    What it takes (sparse, dense, complex) depends on its settings too, so that two steps are tried on a few
+    elements. Classes of the user's are not tried: they may look at more.
+    """
+    tried = set()
+    for parameter in parameters:
+        spec, row = specs[parameter.optimizer], parameter.row
+        cls = resolve(spec.name, allowed)
+        kind = parameter.optimizer, parameter.settings, row, parameter.dtype
+        if kind in tried or not parameter.numel or not (row or spec.name.startswith("torch.optim:")):
+            continue
+        tried.add(kind)
+        whole = tuple(min(size, 2) for size in parameter.shape) if parameter.whole else (2,)
+        values = torch.zeros((2, row) if row else whole, dtype=getattr(torch, parameter.dtype))
+        gradient = Rows(torch.tensor([1]), values[1:]) if row else values.reshape(-1).clone()
+        try:
+            updater = Updater(cls, spec, [values], [parameter.settings])
+            for _ in range(2):
+                updater.step(gradient, None, spec.groups)
+        except Exception as error:
+            raise OptimizerRefused(
+                f"{spec.name} cannot train {parameter.name}, whose gradient is "
+                f"{'sparse (rows of a table)' if row else 'dense'}: {error}",
+                remedy="use another optimizer for it"
+                + (", SGD, Adagrad or SparseAdam, or build its module with sparse=False" if row else ""),
+            ) from None
 
 
 class Updater:
     """The optimizer of one chunk.
 
     Args:
-        views: the pieces' values inside the shard: flat, or of the parameter's shape where the optimizer
-            must see it whole.
+        views: the pieces' values inside the shard: flat, of the parameter's shape where the optimizer
+            must see it whole, rows × elements per row of a table.
         groups: for each piece, its param group.
     """
 
@@ -140,11 +185,14 @@ class Updater:
         defaults = _tuples({key: value for key, value in spec.defaults.items() if key in keywords})
         self._optimizer = cls(params, **defaults)
 
-    def step(self, gradient: Tensor, touched: Sequence[int] | None, settings: Settings) -> None:
-        """One update. `gradient`: flat, the chunk's; pieces that are not touched keep values and state."""
+    def step(self, gradient: Content, touched: Sequence[int] | None, settings: Settings) -> None:
+        """One update. `gradient`: the chunk's; pieces that are not touched keep values and state."""
         assign_settings(self._optimizer, [settings[used] for used in self._used])
         at = 0
         for index, view in enumerate(self._views):
+            if isinstance(gradient, Rows):
+                view.grad = gradient.sparse(len(view))
+                continue
             part = gradient[at : at + view.numel()]
             at += view.numel()
             if touched is None or index in touched:
@@ -153,11 +201,25 @@ class Updater:
         for view in self._views:
             view.grad = None
 
+    def moved(self, gradient: Rows) -> Tensor | None:
+        """Numbers of the rows that a step with this gradient has changed; None = perhaps all.
+
+        torch's optimizers change the gradient's rows, and those of sparse state, such as SGD's momentum.
+        """
+        if not class_name(type(self._optimizer)).startswith("torch.optim:"):
+            return None
+        return torch.cat([gradient.index, *(t._indices()[0] for t in self._tensors() if t.is_sparse)])
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for view in self._views:
+            yield from (v for v in self._optimizer.state.get(view, {}).values() if isinstance(v, Tensor))
+
     @property
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state."""
-        tensors = (v for view in self._views for v in self._optimizer.state.get(view, {}).values())
-        return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+        sparse = [t for t in self._tensors() if t.is_sparse]
+        parts = [part for t in sparse for part in (t._indices(), t._values())]
+        return sum(t.nbytes for t in (*parts, *(t for t in self._tensors() if not t.is_sparse)))
 
     def export(self) -> tuple[list[State], list[Frame]]:
         """The state as it travels: entries, and a raw frame for each tensor among them."""
@@ -168,7 +230,11 @@ class Updater:
         tensors = iter(frames)
         for entry in entries:
             value: Any = entry.value
-            if entry.dtype:
+            if entry.rows:
+                index = from_bytes(next(tensors), "int64").clone()
+                rows = from_bytes(next(tensors), entry.dtype).clone().view(len(index), *entry.shape[1:])
+                value = Rows(index, rows).sparse(entry.shape[0])
+            elif entry.dtype:
                 value = from_bytes(next(tensors), entry.dtype).clone().view(entry.shape)
             self._optimizer.state[self._views[entry.piece]][entry.key] = value
 
@@ -179,7 +245,11 @@ def pack(states: Iterator[Mapping[str, Any]]) -> tuple[list[State], list[Frame]]
     frames: list[Frame] = []
     for piece, state in enumerate(states):
         for key, value in state.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.is_sparse:
+                entries.append(State(piece, key, None, dtype_name(value.dtype), tuple(value.shape), True))
+                flat = value.detach().coalesce()
+                frames += frames_of(Rows(flat.indices()[0].cpu(), flat.values().cpu()))
+            elif isinstance(value, Tensor):
                 entries.append(State(piece, key, None, dtype_name(value.dtype), tuple(value.shape)))
                 frames.append(as_bytes(value.detach().cpu().contiguous()))
             else:

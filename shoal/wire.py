@@ -55,6 +55,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         number: which push of the chunk in this step (SHARE), or a kind's own small number.
         chunk: chunk number; -1 = all of the receiver's.
         base: version of the values that a share's gradient was computed on.
+        codec: "raw" = one frame, all of the chunk; "rows" = two, row numbers (int64) and these rows of a table.
         place: "" = bytes follow inline; else where in shared memory they lie.
         sent: seconds since the epoch.
     """
@@ -117,13 +118,18 @@ class Welcome(Body, frozen=True):
 
 
 class State(Body, frozen=True):
-    """One entry of a piece's optimizer state in INIT: a number, or the next raw frame."""
+    """One entry of a piece's optimizer state in INIT: a number, or the next raw frame.
+
+    Attributes:
+        rows: two frames follow, of a sparse tensor: its row numbers (int64), and those rows.
+    """
 
     piece: int
     key: str
     value: float | int | bool | None = None
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    rows: bool = False
 
 
 class Init(Body, frozen=True):

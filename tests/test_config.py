@@ -65,8 +65,14 @@ def test_defaults() -> None:
         "max_delay": None,
         "transport": "auto",
         "slicer": "balanced",
+        "staleness_rate": False,
+        "delay_compensation": 0.0,
+        "group_scale": "sum",
+        "warmup_steps": 0,
     }
-    assert config.timeouts == Timeouts(start=60, values=300, flush=60, ask=1, evaluate=3600, finish=86400)
+    assert config.timeouts == Timeouts(
+        start=60, values=300, flush=60, ask=1, evaluate=3600, finish=86400, replay=120
+    )
     assert (config.seed, config.allow_optimizers) == (0, ())
 
 

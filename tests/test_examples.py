@@ -80,7 +80,7 @@ def test_fashion_says_where_data_comes_from(tmp_path: Path) -> None:
 def test_charlm(cluster: str | None, tmp_path: Path) -> None:
     words = random.Random(0).choices(["shoal ", "school ", "fish ", "swims. "], k=800)
     (tmp_path / "text.txt").write_text("".join(words))
-    options = ["--text", "text.txt", "--steps", "40", "--context", "16", "--width", "32"]
+    options = ["--text", "text.txt", "--steps", "80", "--context", "16", "--width", "32"]
     done = run("charlm.py", *options, cluster=cluster, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     loss = float(done.stdout.split("test loss ")[1].split()[0])

@@ -49,7 +49,7 @@ class Cluster(_Section):
     worker and never synchronised; ``nservers_per_group`` and ``nservers_per_procs`` then say nothing.
     ``start_port`` is the first tcp port, 0 = any. ``poll_time`` is accepted and has no effect.
     ``max_delay`` is in steps; None = no bound. What ``staleness_rate``, ``delay_compensation`` and
-    ``group_scale`` do to an update is in ``shoal.correction``; ``warmup_steps`` are worker group 0's.
+    ``group_scale`` do to an update is in ``shoal.asynchrony``; ``warmup_steps`` are worker group 0's.
     """
 
     nworker_groups: Count = 1

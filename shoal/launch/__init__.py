@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.schedule import UNSCHEDULED, Schedules
+
 # Exit statuses, of a member as of the whole run.
 FINISHED, FAILED, CONFIGURATION, STOPPED = 0, 1, 2, 3
 
@@ -38,6 +40,7 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     script: str
     args: list[str]
     threads: int | None
+    schedules: Schedules = UNSCHEDULED
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

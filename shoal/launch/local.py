@@ -34,6 +34,7 @@ from shoal.launch import (
 from shoal.launch.forkserver import Team
 from shoal.launch.progress import Board, View
 from shoal.rundir import RunDir
+from shoal.schedule import UNSCHEDULED, Schedules
 from shoal.summary import Outcome, Times, summarise, write
 from shoal.topology import Member, Topology
 
@@ -52,6 +53,7 @@ class Job:
     script: str
     args: tuple[str, ...]
     run_dir: RunDir
+    schedules: Schedules = UNSCHEDULED
 
     @property
     def topology(self) -> Topology:
@@ -170,6 +172,7 @@ class Supervisor:
                     script=job.script,
                     args=list(job.args),
                     threads=threads(len(self._left)),
+                    schedules=job.schedules,
                 )
             )
 
@@ -242,11 +245,15 @@ def _signals() -> Iterator[socket.socket]:
 def _greet(job: Job, view: View) -> None:
     topology = job.topology
     view.say(f"{topology.framework}, {topology.processes} processes, run directory {job.run_dir.path}")
+    cluster = job.config.cluster
     if topology.synchronised:
-        view.say(
-            f"differences of {topology.server_groups} server groups are added, "
-            f"so they move {topology.server_groups} times as far as one"
-        )
+        added = f"differences of {topology.server_groups} server groups are added, "
+        if cluster.group_scale == "mean":
+            view.say(f"{added}and every rate is divided by {topology.worker_groups} (group_scale)")
+        else:
+            view.say(f"{added}so they move {topology.server_groups} times as far as one")
+    if cluster.warmup_steps and topology.worker_groups > 1:
+        view.say(f"worker group 0 trains alone in its first {cluster.warmup_steps} steps (warmup_steps)")
 
 
 def threads(count: int) -> int | None:

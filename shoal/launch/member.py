@@ -148,6 +148,7 @@ class Process:
             run_dir=self._run_dir.path,
             private=Path(self._spawn.private),
             incarnation=self._spawn.incarnation,
+            schedules=self._spawn.schedules,
         )
 
     def _guarded(self, member: Member, body: Callable[[], None]) -> int:

@@ -40,17 +40,17 @@ def make_plan(
 ) -> Plan:
     """Places every element on one of ``servers`` and gives it one of ``server_groups`` as its master.
 
-    ``balanced``: parameters are cut only at multiples of 64 elements. Call a whole parameter, or 64 elements
-    (or the rest) of another one, an atom. The most loaded server exceeds the least loaded one by at most the
-    bytes of the largest atom; a server that holds some of a parameter that may be cut, by at most the bytes
-    of the largest atom of those. So max/min ≤ 1.1 wherever the mean load is 11 largest atoms or more. Each
-    server's shard is divided among the master server groups into consecutive parts, whose bounds lie within
-    one atom of equal bytes.
+    ``balanced``: parameters are cut only at multiples of 64 elements, tables between rows. Call a whole
+    parameter, a row, or 64 elements (or the rest) of another parameter an atom. The most loaded server
+    exceeds the least loaded one by at most the bytes of the largest atom; a server that holds some of a
+    parameter that may be cut, by at most the bytes of the largest atom of those. So max/min ≤ 1.1 wherever
+    the mean load is 11 largest atoms or more. Each server's shard is divided among the master server groups
+    into consecutive parts, whose bounds lie within one atom of equal bytes.
 
     ``singa``: the rule of Apache SINGA 0.3, in elements; a server may be left with nothing.
 
-    A chunk has at most ``chunk_bytes`` (but room for 64 elements), unless it is one whole parameter or one
-    buffer. What has no elements is placed nowhere.
+    A chunk has at most ``chunk_bytes`` (but room for 64 elements), unless it is one whole parameter, a
+    server's rows of one table, or one buffer. What has no elements is placed nowhere.
 
     Raises:
         UsageError: a count below 1, an unknown slicer, or a dtype that servers do not know.

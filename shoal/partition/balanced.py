@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shoal.partition.plan import ATOM, ITEMSIZE, Parameter, Slice
+from shoal.partition.plan import ITEMSIZE, Parameter, Slice
 
 
 def slices(parameters: Sequence[Parameter], servers: int, groups: int) -> list[Slice]:
@@ -55,20 +55,21 @@ def _pour(parameters: Sequence[Parameter], loads: list[int]) -> list[Slice]:
     server, last = 0, len(loads) - 1
     for index, parameter in enumerate(parameters):
         itemsize, stop = ITEMSIZE[parameter.dtype], 0 if parameter.whole else parameter.numel
+        atom = parameter.atom
         start = 0
         while start < stop:
             while server < last and loads[server] >= level:
                 server += 1
             fits = (level - loads[server]) // itemsize
-            taken = stop - start if fits >= stop - start else fits // ATOM * ATOM
+            taken = stop - start if fits >= stop - start else fits // atom * atom
             if taken > 0:
                 poured.append(Slice(index, start, start + taken, server, 0))
                 loads[server] += taken * itemsize
                 start += taken
             else:
-                above.append((index, start, min(start + ATOM, stop)))
+                above.append((index, start, min(start + atom, stop)))
                 start, server = above[-1][2], min(server + 1, last)
-    return poured + [_on_least(parameters, loads, *atom) for atom in above]
+    return poured + [_on_least(parameters, loads, *place) for place in above]
 
 
 def _level(loads: Sequence[int], volume: int) -> int:
@@ -85,7 +86,7 @@ def _with_masters(parameters: Sequence[Parameter], shard: Sequence[Slice], group
     master = done = 0
     for s in shard:
         parameter, start = parameters[s.parameter], s.start
-        itemsize, atom = ITEMSIZE[parameter.dtype], s.stop - s.start if parameter.whole else ATOM
+        itemsize, atom = ITEMSIZE[parameter.dtype], s.stop - s.start if parameter.whole else parameter.atom
         while start < s.stop:
             room = (total * (master + 1) // groups - done) // itemsize
             nearest = (2 * room + atom) // (2 * atom) * atom

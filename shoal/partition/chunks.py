@@ -17,6 +17,7 @@ class _Draft:
     buffer: int | None = None
     pieces: list[Piece] = field(default_factory=list)
     size: int = 0
+    row: int = 0
 
 
 _Spaces = dict[str, list[_Draft]]  # one server's chunks, by dtype
@@ -35,15 +36,19 @@ def drafted(
 
 
 def _append(space: list[_Draft], parameter: Parameter, s: Slice, limit: int) -> None:
-    """Lays a slice behind what is there, in chunks of ``limit`` elements; a whole one goes into one chunk."""
-    start = s.start
+    """Lays a slice behind what is there, in chunks of ``limit`` elements; a whole one goes into one chunk.
+
+    So does a table's, into one of its own: only its touched rows travel.
+    """
+    start, in_one = s.start, parameter.whole or parameter.row > 0
+    kind = (parameter.optimizer, s.master, 0)
     while start < s.stop:
-        need = s.stop - start if parameter.whole else 1
-        alike = space and (space[-1].optimizer, space[-1].master) == (parameter.optimizer, s.master)
-        if not alike or space[-1].size + need > limit:
-            space.append(_Draft(parameter.optimizer, s.master))
+        need = s.stop - start if in_one else 1
+        alike = space and (space[-1].optimizer, space[-1].master, space[-1].row) == kind
+        if parameter.row or not alike or space[-1].size + need > limit:
+            space.append(_Draft(parameter.optimizer, s.master, row=parameter.row))
         draft = space[-1]
-        taken = need if parameter.whole else min(s.stop - start, limit - draft.size)
+        taken = need if in_one else min(s.stop - start, limit - draft.size)
         draft.pieces.append(Piece(s.parameter, start, start + taken, draft.size))
         start, draft.size = start + taken, draft.size + taken
 
@@ -69,5 +74,6 @@ def numbered(drafts: Sequence[_Spaces]) -> Iterator[Chunk]:
             start = 0
             for d in space:
                 stop, pieces = start + d.size, tuple(d.pieces)
-                yield Chunk(number, server, dtype, start, stop, d.optimizer, d.master, pieces, d.buffer)
+                place = number, server, dtype, start, stop
+                yield Chunk(*place, d.optimizer, d.master, pieces, d.buffer, d.row)
                 number, start = number + 1, stop

@@ -11,7 +11,7 @@ from itertools import groupby
 
 import msgspec
 
-ATOM = 64  # elements; a parameter that may be cut is cut at multiples of this
+ATOM = 64  # elements; a parameter that may be cut is cut at multiples of this, unless it is a table
 
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
@@ -34,7 +34,8 @@ class Parameter:
     """One parameter as the plan sees it.
 
     ``settings`` is the index of the optimizer's parameter group; ``whole`` says that the optimizer must see
-    the parameter in one piece.
+    the parameter in one piece; ``row`` is the elements per row of a table whose gradients are sparse rows, 0
+    for any other parameter.
     """
 
     name: str
@@ -43,6 +44,12 @@ class Parameter:
     optimizer: int = 0
     settings: int = 0
     whole: bool = False
+    row: int = 0
+
+    @property
+    def atom(self) -> int:
+        """Elements: where it may be cut, it is cut at multiples of this."""
+        return self.row or ATOM
 
     @property
     def numel(self) -> int:
@@ -93,7 +100,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements ``[start, stop)`` of a server's flat space of one dtype: some pieces, or one buffer."""
+    """Elements ``[start, stop)`` of a server's flat space of one dtype: some pieces, or one buffer.
+
+    ``row`` is the elements per row where the one piece is a table's rows, else 0.
+    """
 
     number: int
     server: int
@@ -104,6 +114,12 @@ class Chunk:
     master: int
     pieces: tuple[Piece, ...]
     buffer: int | None = None
+    row: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a table's chunk."""
+        return self.size // self.row if self.row else 0
 
     @property
     def size(self) -> int:

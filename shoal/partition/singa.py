@@ -11,7 +11,8 @@ from shoal.partition.plan import Parameter, Slice
 def slices(parameters: Sequence[Parameter], servers: int, groups: int) -> list[Slice]:
     """The slices, in the order of parameters; sizes are counted in elements, as SINGA did."""
     sizes = [parameter.numel for parameter in parameters]
-    lengths = cut(math.lcm(servers, groups), sizes, [parameter.whole for parameter in parameters])
+    whole = [parameter.whole for parameter in parameters]
+    lengths = cut(math.lcm(servers, groups), sizes, whole, [parameter.row or 1 for parameter in parameters])
     flat = [length for run in lengths for length in run]
     places = zip(boxes_of(servers, flat), boxes_of(groups, flat), strict=True)
     cuts = []
@@ -23,8 +24,13 @@ def slices(parameters: Sequence[Parameter], servers: int, groups: int) -> list[S
     return cuts
 
 
-def cut(boxes: int, sizes: Sequence[int], whole: Sequence[bool]) -> list[list[int]]:
-    """The lengths of each parameter's slices (elements), cut to fill ``boxes``; a whole one is never cut."""
+def cut(
+    boxes: int, sizes: Sequence[int], whole: Sequence[bool], rows: Sequence[int] | None = None
+) -> list[list[int]]:
+    """The lengths of each parameter's slices (elements), cut to fill ``boxes``; a whole one is never cut.
+
+    A slice is rounded up to a multiple of its parameter's entry in ``rows`` (elements).
+    """
     average = sum(sizes) // boxes + sum(sizes) % boxes
     slack, room = average // 10, average
     lengths: list[list[int]] = [[] for _ in sizes]
@@ -34,6 +40,8 @@ def cut(boxes: int, sizes: Sequence[int], whole: Sequence[bool]) -> list[list[in
                 taken, room = size, max(0, room - size)
             else:
                 taken, room = room if room >= slack else 0, average
+                if rows is not None:
+                    taken = min(-(-taken // rows[index]) * rows[index], size)
             if taken:
                 lengths[index].append(taken)
             size -= taken
