@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.function import launch
     from shoal.session import Run, init
 
-__all__ = ["Run", "__version__", "init"]
+__all__ = ["Run", "__version__", "init", "launch"]
 __version__ = "0.1.0"
 
 
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from shoal import session
 
         return getattr(session, name)
+    if name == "launch":
+        from shoal.function import launch
+
+        return launch
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

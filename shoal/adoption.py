@@ -53,7 +53,7 @@ class _Adopted:
         if state_dict["state"]:
             raise UsageError(
                 "an optimizer's state was loaded after prepare(), when it is the servers'",
-                remedy="call optimizer.load_state_dict(...) before run.prepare(): servers take its state over",
+                remedy="call optimizer.load_state_dict() before run.prepare(): servers take its state over",
             )
         super().load_state_dict(state_dict)  # type: ignore[misc]
 

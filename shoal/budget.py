@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from shoal.config import Config
-from shoal.launch import FAILED, FINISHED
+from shoal.launcher import FAILED, FINISHED
 from shoal.partition import ITEMSIZE, Chunk, Plan
 from shoal.probe import Seen, look
 from shoal.rows import Rows

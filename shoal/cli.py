@@ -18,7 +18,7 @@ import typer
 from shoal import __version__, topology
 from shoal.config import Config, load
 from shoal.errors import ConfigError, Mistake
-from shoal.launch import CONFIGURATION
+from shoal.launcher import CONFIGURATION
 from shoal.rundir import RunDir, taken
 from shoal.schedule import Schedules, misfits
 
@@ -86,7 +86,7 @@ def run(
     overrides = [*(settings or ()), *([f"seed={seed}"] if seed is not None else ())]
     config = _checked(cluster, overrides, script, run_dir, allow_optimizer or [])
     schedules = _schedules(config, record_schedule, replay_schedule)
-    from shoal.launch.local import Job, launch
+    from shoal.launcher.local import Job, launch
 
     directory = RunDir.create(run_dir or _directory(config))
     raise typer.Exit(launch(Job(config, script, tuple(context.args), directory, schedules)))

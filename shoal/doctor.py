@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.launch import FAILED, FINISHED
+from shoal.launcher import FAILED, FINISHED
 from shoal.parameters import named_models, plain_name
 from shoal.probe import Seen, look
 from shoal.training import Prepared

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from shoal import session
 from shoal.config import Config
-from shoal.launch.member import run_script, user_traceback
+from shoal.launcher.member import run_script, user_traceback
 from shoal.training import Prepared
 
 

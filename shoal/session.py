@@ -404,6 +404,12 @@ def current_step() -> int | None:
     return run._training.current_step if run is not None else None
 
 
+def report(value: Any) -> None:
+    """Leave a function's result among this worker's events."""
+    run = init()
+    run._training.report_result(value)
+
+
 def finish() -> None:
     """The script has ended: leave, wait for the last sync, report, say goodbye.
 

@@ -226,6 +226,10 @@ class Training:
             exchange.edit({chunk: contents for chunk, contents in edited.items() if contents})
         self._remember()
 
+    def report_result(self, value: Any) -> None:
+        """Leave what the worker's function returned among its events."""
+        self._events.write("result", value=plain_value(value))
+
     def note(self, message: str) -> None:
         """Tell the user something, once."""
         if message not in self._noted:

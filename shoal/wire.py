@@ -55,7 +55,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         number: which push of the chunk in this step (SHARE), or a kind's own small number.
         chunk: chunk number; -1 = all of the receiver's.
         base: version of the values that a share's gradient was computed on.
-        codec: "raw" = one frame, all of the chunk; "rows" = two, row numbers (int64) and these rows of a table.
+        codec: "raw" = one frame, all of the chunk; "rows" = two: numbers (int64) and rows of a table.
         place: "" = bytes follow inline; else where in shared memory they lie.
         sent: seconds since the epoch.
     """

@@ -21,7 +21,7 @@ import pytest
 
 import shoal
 from shoal.events import read
-from shoal.launch import local
+from shoal.launcher import local
 
 PACKAGE = Path(shoal.__file__).parent.parent
 LIMIT = 5.0  # seconds within which everything is gone, whatever happens
@@ -155,7 +155,7 @@ def shoal_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys, shoal.cli, shoal.launch.local; print({'torch', 'rich', 'numpy'} & set(sys.modules))"
+    code = "import sys, shoal.cli, shoal.launcher.local; print({'torch', 'rich', 'numpy'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(PACKAGE)},
@@ -269,7 +269,7 @@ for step in train(10**9):
     head, _, trace = run.err.rpartition("worker 1.0 failed at step 3:\n")
     assert trace.startswith("Traceback (most recent call last):\n  File ")
     assert trace.endswith("ValueError: no such luck\n")
-    assert "train.py" in trace.splitlines()[1] and "/launch/" not in trace and "Traceback" not in head
+    assert "train.py" in trace.splitlines()[1] and "/launcher/" not in trace and "Traceback" not in head
     assert run.summary["status"] == "failed"
     assert run.summary["reason"] == "worker 1.0 failed at step 3: ValueError: no such luck"
     assert run.summary["steps"]["worker 1.0"] in (1, 2)

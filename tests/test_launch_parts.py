@@ -21,8 +21,8 @@ import pytest
 from shoal.config import load
 from shoal.errors import ProtocolError, UsageError
 from shoal.events import Events, read
-from shoal.launch import FAILED_HERE, Spawn, forkserver, local
-from shoal.launch.progress import Board, Row, View
+from shoal.launcher import FAILED_HERE, Spawn, forkserver, local
+from shoal.launcher.progress import Board, Row, View
 from shoal.rundir import RunDir
 from shoal.summary import Outcome
 from shoal.topology import Member, Topology
@@ -100,7 +100,7 @@ def fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fork:
 def become(spawn: Spawn, lifeline: int, parent: int) -> NoReturn:
     """Becomes a member without pytest's streams, and never comes back."""
     try:
-        from shoal.launch import member
+        from shoal.launcher import member
 
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         member.become(spawn, lifeline, parent)
@@ -135,7 +135,7 @@ def test_a_traceback_starts_in_the_script_and_keeps_its_cause(fork: Fork) -> Non
     )
     (event,) = ended.failed
     assert event["traceback"].count("train.py") == 3
-    assert "/launch/" not in event["traceback"]
+    assert "/launcher/" not in event["traceback"]
     assert "ZeroDivisionError" in event["traceback"] and event["traceback"].endswith("OSError: 1\n")
     assert ended.log == f"{FAILED_HERE} worker 0.0\n{event['traceback']}"
 

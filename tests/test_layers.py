@@ -45,12 +45,13 @@ LAYERS = (
     "data",
     "training",
     "session",
-    "launch",
+    "launcher",
     "probe",
     "budget",
     "doctor",
     "cli",
     "testing",
+    "function",
 )
 DOORS = ("shoal", "shoal.__main__")  # what a user comes in by; they hold no code of their own
 
@@ -122,7 +123,7 @@ def test_pure_modules_know_no_tensors_no_wires_and_no_clock() -> None:
     assert wrong == []
 
 
-def test_only_launch_reads_the_environment() -> None:
+def test_only_the_launcher_reads_the_environment() -> None:
     readers = {
         layer(module)
         for module, tree in TREES.items()
@@ -130,11 +131,11 @@ def test_only_launch_reads_the_environment() -> None:
         if (isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT)
         or (isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} & ENVIRONMENT)
     }
-    assert readers == {"launch"}
+    assert readers == {"launcher"}
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    code = "import sys, shoal.cli, shoal.launch.local; sys.exit('torch' in sys.modules)"
+    code = "import sys, shoal.cli, shoal.launcher.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,7 +1,7 @@
 """The fork server, and the launcher's hold on it.
 
 It imports torch once, runs none of it, and forks every member from that. Started as ``python -m
-shoal.launch.forkserver CHANNEL LIFELINE PRIVATE``: the descriptors of its end of the socket pair and of the
+shoal.launcher.forkserver CHANNEL LIFELINE PRIVATE``: the descriptors of its end of the socket pair and of the
 lifeline's reading end, and the run's private directory. When the launcher is gone both read their
 end: the fork server kills what it has forked, removes the private directory and ends.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from shoal.launch import Channel, Exited, Forked, Kill, Message, Ready, Spawn, Stop, kill_group
+from shoal.launcher import Channel, Exited, Forked, Kill, Message, Ready, Spawn, Stop, kill_group
 
 # torch._dynamo comes with the first optimizer that is made, so every script needs it.
 IMPORTS = (
@@ -36,7 +36,7 @@ IMPORTS = (
     "torch._dynamo",
     "torch.distributed",
     "shoal.session",
-    "shoal.launch.member",
+    "shoal.launcher.member",
 )
 
 LONGEST = 50  # characters of the temporary folder's path; with a socket's name it must stay below 108
@@ -132,7 +132,7 @@ class ForkServer:
             for end in (*self._bell, self._channel):
                 end.close()
             gc.enable()
-            member = importlib.import_module("shoal.launch.member")
+            member = importlib.import_module("shoal.launcher.member")
             member.become(spawn, self._lifeline, parent)
         except BaseException:
             traceback.print_exc()
@@ -164,7 +164,7 @@ class Team:
         with theirs, self.log.open("wb") as log:
             given = (theirs.fileno(), ending)
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "shoal.launch.forkserver", *map(str, given), str(self.private)],
+                [sys.executable, "-m", "shoal.launcher.forkserver", *map(str, given), str(self.private)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -26,7 +26,7 @@ from shoal import session
 from shoal.config import Config
 from shoal.errors import ShoalError, Stopped
 from shoal.events import Events
-from shoal.launch import FAILED, FAILED_HERE, FINISHED, STOPPED, Spawn
+from shoal.launcher import FAILED, FAILED_HERE, FINISHED, STOPPED, Spawn
 from shoal.rundir import RunDir
 from shoal.session import Membership
 from shoal.topology import Member, Topology

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.events import Event, Follower, Tail
-from shoal.launch import FAILED_HERE
+from shoal.launcher import FAILED_HERE
 from shoal.rundir import RunDir
 from shoal.summary import Summary
 from shoal.topology import Member, Topology

@@ -21,7 +21,7 @@ from typing import Literal
 import shoal
 from shoal.config import Config
 from shoal.events import Event, Tail
-from shoal.launch import (
+from shoal.launcher import (
     FAILED,
     FINISHED,
     STOPPED,
@@ -31,8 +31,8 @@ from shoal.launch import (
     Spawn,
     Stop,
 )
-from shoal.launch.forkserver import Team
-from shoal.launch.progress import Board, View
+from shoal.launcher.forkserver import Team
+from shoal.launcher.progress import Board, View
 from shoal.rundir import RunDir
 from shoal.schedule import UNSCHEDULED, Schedules
 from shoal.summary import Outcome, Times, summarise, write
