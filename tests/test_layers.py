@@ -44,6 +44,7 @@ LAYERS = (
     "options",
     "data",
     "training",
+    "run",
     "session",
     "launcher",
     "probe",
