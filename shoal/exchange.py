@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from shoal import errors
 from shoal.config import Timeouts
-from shoal.errors import PeerFailed, ShoalError, Stopped, WaitTimeout
-from shoal.parameters import codec_of, frames_of, received
+from shoal.errors import WaitTimeout
+from shoal.parameters import codec_of, frames_of
 from shoal.partition import Chunk, Plan
 from shoal.rows import Content
 from shoal.topology import Member, Topology
 from shoal.transport import Post, Token
 from shoal.updater import Settings
-from shoal.wire import (
-    Commit,
-    Frame,
-    Hello,
-    Init,
-    Kind,
-    Leave,
-    Message,
-    Missing,
-    Norm,
-    NormAnswer,
-    Refuse,
-    State,
-    Values,
-    Welcome,
-)
-
-SLICE = 0.2  # seconds of waiting between two looks at timeouts and at who else may have failed
-ASKED = 16  # chunks that one round of asking asks for
+from shoal.waiting import Outcome, Wait, Waiter
+from shoal.wire import Commit, Frame, Hello, Init, Kind, Leave, Norm, State
 
 
 @dataclass
@@ -50,46 +31,6 @@ class Decision:
     settings: Settings | None = None
     cursor: tuple[int, ...] = ()
     stop: bool = False
-
-
-@dataclass
-class Outcome:
-    """What came back for a step.
-
-    Attributes:
-        values: chunk → new values, or None where they did not change; of a table the rows that did.
-        skipped: the group skipped the step because a gradient was not finite.
-        staleness: the largest of the step's rounds, in versions.
-        settings: the group's hyperparameters, where this worker's differed.
-        stop: the group is to end its loop after this step.
-    """
-
-    values: dict[int, Content | None] = field(default_factory=dict)
-    skipped: bool = False
-    staleness: int = 0
-    settings: Settings | None = None
-    stop: bool = False
-
-
-@dataclass
-class _Wait:
-    """What a wait is for: the chunks, peers or answers still missing."""
-
-    what: str
-    timeout: str
-    optimizer: int = 0
-    step: int = 0
-    chunks: set[int] = field(default_factory=set)
-    number: int = 0
-    answer: Kind | None = None
-    peers: set[str] = field(default_factory=set)
-    outcome: Outcome = field(default_factory=Outcome)
-    norms: dict[str, float] = field(default_factory=dict)
-    stored: set[int] = field(default_factory=set)
-    differs: bool = False
-    steps: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    blamed: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    again: Callable[[str], None] | None = None
 
 
 class Exchange:
@@ -114,8 +55,7 @@ class Exchange:
         self.plan = plan
         self.resent = 0
         self.steps: Counter[int] = Counter()
-        self.version: Counter[int] = Counter()
-        self._post, self._timeouts, self._check = post, timeouts, check
+        self._post, self._timeouts = post, timeouts
         post.plan = plan.digest
         self._servers = [server.name for server in topology.servers_of(member)]
         self._numbers: Counter[int] = Counter()
@@ -124,17 +64,7 @@ class Exchange:
         self._totals: Counter[str] = Counter()
         self._questions = self._pulls = self._loops = self._edits = 0
         self._commits: dict[tuple[str, int], Commit] = {}
-        self._handlers: dict[Kind, Callable[[Message, _Wait], None]] = {
-            Kind.WELCOME: self._welcome,
-            Kind.VALUES: self._values,
-            Kind.NORM: self._norm,
-            Kind.PULL: self._send_again,
-            Kind.HEARTBEAT: self._missing,
-            Kind.STORED: self._stored,
-            Kind.LEAVE: self._leave,
-            Kind.REFUSE: self._refuse,
-            Kind.STOP: self._stop,
-        }
+        self._waiter = Waiter(member, post, plan, timeouts, self.server_of, check, self._resend)
 
     @property
     def pushed(self) -> int:
@@ -168,8 +98,8 @@ class Exchange:
         for chunk, (entries, frames) in start.items():
             self._post.send(self.server_of(chunk), Kind.INIT, Init(tuple(entries)), frames, chunk=chunk)
         what, timeout = (late, "finish") if late else ("the servers' welcome", "start")
-        wait = _Wait(what, timeout, answer=Kind.WELCOME, peers=set(self._servers))
-        self._until(wait, lambda: not wait.peers)
+        wait = Wait(what, timeout, answer=Kind.WELCOME, peers=set(self._servers))
+        self._waiter.until(wait, lambda: not wait.peers)
         for steps in wait.steps.values():
             for optimizer, step in enumerate(steps):
                 known = self.steps.get(optimizer, step)
@@ -206,7 +136,7 @@ class Exchange:
             step=self.steps[chunk.optimizer] + 1,
             number=self._numbers[number],
             chunk=number,
-            base=self.version[number],
+            base=self._waiter.version[number],
             codec=codec_of(self._slots[number]),
             dtype=chunk.dtype,
         )
@@ -238,10 +168,13 @@ class Exchange:
             group, number = self.member.group, self._questions
             self._post.send(server, Kind.NORM, body, group=group, step=step, number=number)
 
-        wait = _Wait(
+        wait = Wait(
             "the norm of the group's gradient", "values", optimizer, step, answer=Kind.NORM, again=ask
         )
-        self._send_and_wait(wait)
+        wait.number, wait.peers = self._questions, set(self._servers)
+        for server in self._servers:
+            ask(server)
+        self._waiter.until(wait, lambda: not wait.peers)
         squared = sum(wait.norms[server] for server in self._servers)
         return float(squared**0.5) / decision.scale if squared == squared else squared
 
@@ -269,12 +202,20 @@ class Exchange:
         body, step = self._commits[server, optimizer], self.steps[optimizer] + 1
         self._post.send(server, Kind.COMMIT, body, group=self.member.group, step=step)
 
+    def _resend(self, server: str, optimizer: int, chunk: int) -> None:
+        """A server lacks a share of the step in progress, or (chunk −1) the commit."""
+        if chunk < 0:
+            self._send_commit(server, optimizer)
+        else:
+            self.resent += 1
+            self._send_share(self.plan.chunks[chunk])
+
     def wait(self, optimizer: int) -> Outcome:
         """Wait for the new values of all chunks of the optimizer; the step is then over."""
         step = self.steps[optimizer] + 1
         chunks = {chunk.number for chunk in self.chunks_of(optimizer)}
-        wait = _Wait("new values", "values", optimizer, step, chunks)
-        self._until(wait, lambda: not wait.chunks)
+        wait = Wait("new values", "values", optimizer, step, chunks)
+        self._waiter.until(wait, lambda: not wait.chunks)
         self.steps[optimizer] = step
         return wait.outcome
 
@@ -294,8 +235,8 @@ class Exchange:
             self._post.send(server, Kind.PULL, number=number, group=self.member.group)
         chunks = {chunk.number for chunk in self.plan.chunks}
         what, timeout = (late, "finish") if late else ("all values", "values")
-        wait = _Wait(what, timeout, chunks=chunks, number=number)
-        self._until(wait, lambda: not wait.chunks)
+        wait = Wait(what, timeout, chunks=chunks, number=number)
+        self._waiter.until(wait, lambda: not wait.chunks)
         return wait.outcome
 
     def leave(self) -> None:
@@ -316,7 +257,7 @@ class Exchange:
         """
         self._edits += 1
         servers = {self.server_of(chunk) for chunk in edited}
-        wait = _Wait("changed values to be stored", "values", answer=Kind.STORED, peers=servers)
+        wait = Wait("changed values to be stored", "values", answer=Kind.STORED, peers=servers)
 
         def send(server: str) -> None:
             for chunk in edited.keys() - wait.stored:
@@ -328,144 +269,17 @@ class Exchange:
         wait.again = send
         for server in servers:
             send(server)
-        self._until(wait, lambda: wait.stored >= edited.keys())
+        self._waiter.until(wait, lambda: wait.stored >= edited.keys())
 
     def settle(self) -> None:
         """After leave(): wait until all groups have left and their updates are everywhere."""
         what = "the other groups to finish and the last sync"
-        wait = _Wait(what, "finish", answer=Kind.LEAVE, peers=set(self._servers))
-        wait.again = self._send_leave
-        self._until(wait, lambda: not wait.peers)
+        wait = Wait(what, "finish", answer=Kind.LEAVE, peers=set(self._servers))
+        wait.again, wait.number = self._send_leave, self._loops
+        self._waiter.until(wait, lambda: not wait.peers)
 
     def close(self) -> None:
         """Say goodbye; servers end when all of their workers have."""
         for server in self._servers:
             self._post.send(server, Kind.STOP)
         self._post.endpoint.close()
-
-    # Waiting.
-
-    def _send_and_wait(self, wait: _Wait) -> None:
-        """Ask every server, and again after a while, until all have answered."""
-        wait.peers = set(self._servers)
-        for server in self._servers:
-            if wait.again is not None:
-                wait.again(server)
-        self._until(wait, lambda: not wait.peers)
-
-    def _until(self, wait: _Wait, done: Callable[[], bool]) -> None:
-        """Handle messages until `done`; asks after a while, gives up after the named timeout."""
-        limit: float = getattr(self._timeouts, wait.timeout)
-        heard = asked = time.monotonic()
-        while not done():
-            message = self._post.receive(min(SLICE, self._timeouts.ask))
-            now = time.monotonic()
-            if message is not None:
-                self._handlers.get(message.header.kind, self._unexpected)(message, wait)
-                if message.header.kind is not Kind.HEARTBEAT:
-                    heard = now
-                continue
-            self._check()
-            if now - asked >= self._timeouts.ask:
-                asked = now
-                self._ask(wait)
-            if now - heard >= limit:
-                raise self._timed_out(wait, limit)
-
-    def _ask(self, wait: _Wait) -> None:
-        for server in sorted(wait.peers):
-            if wait.again is not None:
-                wait.again(server)
-        for chunk in sorted(wait.chunks)[:ASKED]:
-            self._post.send(
-                self.server_of(chunk),
-                Kind.PULL,
-                group=self.member.group,
-                chunk=chunk,
-                step=wait.step,
-                number=wait.number,
-            )
-
-    def _timed_out(self, wait: _Wait, limit: float) -> WaitTimeout:
-        servers = sorted(wait.peers | {self.server_of(chunk) for chunk in wait.chunks})
-        which = [f"{server}, which waits for {', '.join(wait.blamed[server])}" for server in wait.blamed]
-        chunk = min(wait.chunks, default=None)
-        version = f" (chunk {chunk}, version {self.version[chunk]})" if chunk is not None else ""
-        return WaitTimeout(
-            f"waited {limit:g} s (timeouts.{wait.timeout}) for {wait.what} from "
-            f"{'; '.join(which) or ', '.join(servers)}{version}",
-            member=self.member.name,
-            step=wait.step or None,
-            remedy=f"see the logs of those members; raise timeouts.{wait.timeout} if they are only slow",
-        )
-
-    # What may arrive meanwhile.
-
-    def _welcome(self, message: Message, wait: _Wait) -> None:
-        body = message.body(Welcome)
-        if wait.answer is not Kind.WELCOME:
-            return
-        wait.peers.discard(message.header.sender)
-        wait.steps[message.header.sender] = body.steps
-        wait.differs |= body.differs
-
-    def _values(self, message: Message, wait: _Wait) -> None:
-        header = message.header
-        stale = wait.step and header.step != wait.step
-        if header.chunk not in wait.chunks or stale or header.number != wait.number:
-            return  # answered twice
-        chunk, body = self.plan.chunks[header.chunk], message.body(Values)
-        outcome = wait.outcome
-        outcome.values[chunk.number] = (
-            received(message.frames, header.codec, chunk, header.sender) if message.frames else None
-        )
-        outcome.skipped |= body.skipped
-        outcome.staleness = max(outcome.staleness, body.staleness)
-        outcome.settings = body.settings or outcome.settings
-        outcome.stop |= body.stop
-        if wait.number <= 0:
-            self.version[chunk.number] = header.version
-        wait.chunks.discard(chunk.number)
-
-    def _norm(self, message: Message, wait: _Wait) -> None:
-        asked = (Kind.NORM, wait.step, self._questions)
-        if (wait.answer, message.header.step, message.header.number) == asked:
-            wait.norms[message.header.sender] = message.body(NormAnswer).squared
-            wait.peers.discard(message.header.sender)
-
-    def _send_again(self, message: Message, wait: _Wait) -> None:
-        header = message.header
-        if header.step != wait.step:
-            return
-        wait.blamed[header.sender] = (self.member.name,)
-        if header.chunk < 0:
-            self._send_commit(header.sender, wait.optimizer)
-        else:
-            self.resent += 1
-            self._send_share(self.plan.chunks[header.chunk])
-
-    def _missing(self, message: Message, wait: _Wait) -> None:
-        wait.blamed[message.header.sender] = message.body(Missing).members
-
-    def _stored(self, message: Message, wait: _Wait) -> None:
-        if wait.answer is Kind.STORED:
-            wait.stored.add(message.header.chunk)
-
-    def _leave(self, message: Message, wait: _Wait) -> None:
-        if (wait.answer, message.header.number) == (Kind.LEAVE, self._loops):
-            wait.peers.discard(message.header.sender)
-
-    def _refuse(self, message: Message, wait: _Wait) -> None:
-        body = message.body(Refuse)
-        kind = getattr(errors, body.error, PeerFailed)
-        if not (isinstance(kind, type) and issubclass(kind, ShoalError)):
-            kind = PeerFailed
-        raise kind(body.what, member=self.member.name, step=wait.step or None)
-
-    def _stop(self, message: Message, wait: _Wait) -> None:
-        raise Stopped
-
-    def _unexpected(self, message: Message, wait: _Wait) -> None:
-        raise errors.ProtocolError(
-            f"{message.header.sender} sent a {message.header.kind.name.lower()}, which no worker expects"
-        )

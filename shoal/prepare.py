@@ -11,11 +11,12 @@ from torch import Tensor
 
 from shoal.batch import Batch
 from shoal.errors import GradientEdited, NonFiniteGradients, ParameterEdited
-from shoal.exchange import Decision, Exchange, Outcome
+from shoal.exchange import Decision, Exchange
 from shoal.parameters import Replica, fingerprint, pieces_of
 from shoal.partition import Chunk
 from shoal.rows import check_layout, mark_of, numbers_of
 from shoal.updater import assign_settings, settings_of
+from shoal.waiting import Outcome
 
 SKIPS = 100
 """Rounds in a row that may be skipped for infinite or missing numbers."""

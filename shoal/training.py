@@ -22,7 +22,7 @@ from shoal.data import Loader
 from shoal.errors import UsageError
 from shoal.evaluation import Shared, plain_value
 from shoal.events import Events
-from shoal.exchange import Exchange, Outcome
+from shoal.exchange import Exchange
 from shoal.parameters import Replica, as_bytes, describe, named_models, plain_name, refuse_wrappers
 from shoal.partition import Chunk, Plan, make_plan
 from shoal.prepare import Stepper
@@ -31,6 +31,7 @@ from shoal.site import Membership, Site
 from shoal.topology import Member
 from shoal.transport import Post
 from shoal.updater import is_elementwise, pack, refuse_gradients, resolve, spec_of
+from shoal.waiting import Outcome
 from shoal.wire import VERSION, Frame, Hello, OptimizerSpec, State
 
 REPORT = 0.25  # seconds between two progress events at the least

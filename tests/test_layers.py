@@ -28,6 +28,7 @@ LAYERS = (
     "shard",
     "transport",
     "sync",
+    "waiting",
     "exchange",
     "rounds",
     "schedule",
