@@ -1,7 +1,7 @@
 """Handwritten digits (scikit-learn's, nothing to download) with a small network.
 
-    python examples/digits.py                                   one process
-    shoal run --cluster downpour examples/digits.py --epochs 5  the same script on six members
+python examples/digits.py                                   one process
+shoal run --cluster downpour examples/digits.py --epochs 5  the same script on six members
 """
 
 import argparse
