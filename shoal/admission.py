@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from shoal.acts import (
@@ -80,6 +81,11 @@ class Admission:
         self._seen: dict[tuple[int, int, int], tuple[int, set[int]]] = {}
         self._commits: dict[tuple[int, int], dict[int, Commit]] = {}
         self._norms: dict[tuple[int, int], dict[int, Norm]] = {}
+        self._averages: dict[tuple[int, int], list[Average]] = {}
+        self._parameters: dict[int, list[int]] = {}
+        for chunk, owned in chunks.items():
+            if not owned.buffer:
+                self._parameters.setdefault(owned.optimizer, []).append(chunk)
         self._parked: dict[int, dict[int, Reply]] = {chunk: {} for chunk in chunks}
 
     # What others may ask.
@@ -259,9 +265,7 @@ class Admission:
         )
 
     def _forget(self, group: int, chunk: int) -> list[Action]:
-        ranks = [rank for g, rank, c in self._held if g == group and c == chunk]
-        for rank in ranks:
-            del self._held[group, rank, chunk]
+        ranks = [rank for rank in range(self._workers[group]) if self._held.pop((group, rank, chunk), None)]
         return [Release(group, rank, chunk) for rank in ranks]
 
     def _norm(self, norm: Norm) -> list[Action]:
@@ -272,6 +276,7 @@ class Admission:
         if norms and next(iter(norms.values())).step < norm.step:
             norms.clear()
         norms[rank] = norm
+        self._averages.pop((group, norm.optimizer), None)
         actions = self._measure(group, norm.optimizer)
         if norm.again and not actions:
             for chunk, number in norm.counts.items():
@@ -282,23 +287,22 @@ class Admission:
 
     def _measure(self, group: int, optimizer: int) -> list[Action]:
         """Answer the norm when all workers' questions and all their shares are in."""
-        norms = self._complete(self._norms.get((group, optimizer), {}), group)
+        key = (group, optimizer)
+        norms = self._complete(self._norms.get(key, {}), group)
         if norms is None:
             return []
         counting = [norm for norm in norms if norm.weight > 0]
-        averages: list[Average] = []
-        if all(norm.finite for norm in counting):
-            for chunk, owned in self._chunks.items():
-                if owned.optimizer == optimizer and not owned.buffer:
-                    average = self._average(group, chunk, counting)
-                    if average is None:
-                        return []
-                    averages.append(average)
+        finite = all(norm.finite for norm in counting)
+        averages = self._averages.setdefault(key, [])  # goes on where the last share's arrival left it
+        for chunk in islice(self._parameters.get(optimizer, ()), len(averages), None) if finite else ():
+            average = self._average(group, chunk, counting)
+            if average is None:
+                return []
+            averages.append(average)
         step = norms[0].step
         if self.last_step(group, optimizer) >= step:
             return []
-        finite = all(norm.finite for norm in counting)
-        self._norms[group, optimizer] = {}
+        self._norms[key] = {}
         return [Measure(group, optimizer, step, tuple(averages) if finite else None)]
 
     def _pull(self, pull: Pull) -> list[Action]:

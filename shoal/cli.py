@@ -17,6 +17,7 @@ import typer
 
 from shoal import __version__, topology
 from shoal.config import Config, load
+from shoal.config.schema import CLASS
 from shoal.errors import ConfigError, Mistake
 from shoal.launcher import CONFIGURATION
 from shoal.rundir import RunDir, taken
@@ -150,7 +151,7 @@ def _checked(
     if run_dir and run_dir.exists():
         mistakes.append(taken(run_dir))
     for name in optimizers:
-        if not re.fullmatch(r"[\w.]+:\w+", name):
+        if not re.fullmatch(CLASS, name):
             mistakes.append(Mistake("--allow-optimizer", name, "must be MODULE:CLASS"))
     if config is None or mistakes:
         raise ConfigError(mistakes)

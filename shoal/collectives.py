@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from shoal.errors import UsageError
+from shoal.errors import PeerFailed, UsageError, WaitTimeout
 from shoal.parameters import as_bytes, dtype_name, from_bytes
 from shoal.site import Membership, OneProcess, Site, wait_for
+from shoal.topology import Member
+
+CALLS = "gather, mean or barrier"
 
 
 class Collectives:
@@ -66,17 +70,29 @@ class Collectives:
             return self._exchange_by_gloo(content)
         self._calls += 1
         keys = [f"gather/{self._m.member.group}/{self._calls}/{rank}" for rank in range(self._size)]
-        store, seconds = self._meeting(), self._m.config.timeouts.values
+        store = self._meeting()
         store.set(keys[self._rank], content.hex())
-        return [
-            bytes.fromhex(
-                wait_for(store, key, self._m, seconds, f"worker {key[7:]}'s value", self._site).decode()
-            )
-            for key in keys
-        ]
+        found = []
+        for rank, key in enumerate(keys):
+            what = f"{Member('worker', self._m.member.group, rank)}, which has not called {CALLS}"
+            found.append(wait_for(store, key, self._m, "values", what, self._site))
+        return [bytes.fromhex(content.decode()) for content in found]
 
     def _exchange_by_gloo(self, content: bytes) -> list[bytes]:
-        group = self.process_group
+        try:
+            return self._gathered(self.process_group, content)
+        except RuntimeError as error:  # Gloo's own names neither the wait nor its timeout
+            others = f"the other workers of group {self._m.member.group}"
+            if not re.search("timed out|timeout", str(error), re.IGNORECASE):
+                what = f"{others} cannot be reached any more ({error})"
+                raise PeerFailed(what, member=self._m.member.name, remedy="see their logs") from error
+            raise WaitTimeout(
+                f"waited {self._m.config.timeouts.values:g} s (timeouts.values) for {others} to call {CALLS}",
+                member=self._m.member.name,
+                remedy="let all make the same calls, in one order; raise timeouts.values if they are slow",
+            ) from error
+
+    def _gathered(self, group: dist.ProcessGroup, content: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
         dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
         longest = max(int(size) for size in sizes)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from torch import Tensor
 from torch.distributed import Store
 
 from shoal.errors import PeerFailed, UsageError
@@ -21,6 +22,28 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain_value(item) for item in value]
     return value
+
+
+def loggable(name: str, value: Any) -> Any:
+    """What is kept of a logged value: a tensor stays one, since reading it would wait for a GPU.
+
+    Raises:
+        UsageError: it is no number, no text, no tensor of one element.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach()
+    number = value.item() if getattr(value, "size", None) == 1 else value  # numpy's
+    if number is None or isinstance(number, (int, float, str)):
+        return number
+    raise UsageError(
+        f"{name} cannot be logged: it is a {type(value).__name__}",
+        remedy="log a number, text, or a tensor of one element",
+    )
+
+
+def plain_number(value: Any) -> Any:
+    """A logged value as it is written down."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 class Shared:
@@ -43,9 +66,8 @@ class Shared:
             self._store = self._site.store()
         if ours:
             return self._publish(self._store, key, function)
-        seconds = self._membership.config.timeouts.evaluate
-        what = "the worker that evaluates (timeouts.evaluate)"
-        content = wait_for(self._store, key, self._membership, seconds, what, self._site)
+        what = "the worker that evaluates"
+        content = wait_for(self._store, key, self._membership, "evaluate", what, self._site)
         result, error = msgspec.json.decode(content)
         if error is not None:
             raise PeerFailed(f"the evaluation failed: {error}", member=self._membership.member.name)

@@ -1,7 +1,7 @@
 """What members write while they run, and how the launcher reads it: one JSON object a line.
 
 Every event has ``time`` (seconds since the epoch), ``member`` and ``event``; the kinds are ``started``,
-``progress``, ``note``, ``failed`` and ``finished``.
+``progress``, ``note``, ``failed``, ``stopped`` and ``finished``.
 """
 
 from __future__ import annotations

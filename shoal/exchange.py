@@ -97,13 +97,14 @@ class Exchange:
             self._post.send(server, Kind.HELLO, hello)
         for chunk, (entries, frames) in start.items():
             self._post.send(self.server_of(chunk), Kind.INIT, Init(tuple(entries)), frames, chunk=chunk)
-        what, timeout = (late, "finish") if late else ("the servers' welcome", "start")
+        first = "" if start else "worker 0.0 to call prepare() and then for "
+        what, timeout = (late, "finish") if late else (f"{first}the servers' welcome", "start")
         wait = Wait(what, timeout, answer=Kind.WELCOME, peers=set(self._servers))
         self._waiter.until(wait, lambda: not wait.peers)
-        for steps in wait.steps.values():
-            for optimizer, step in enumerate(steps):
-                known = self.steps.get(optimizer, step)
-                self.steps[optimizer] = min(known, step)
+        for optimizer in range(len(hello.optimizers)):
+            owned = self._by_server(optimizer)  # a server without a chunk of it closes no step of it
+            steps = [told[optimizer] for server, told in wait.steps.items() if owned[server]]
+            self.steps[optimizer] = min(steps, default=0)
         return self.pull(late=late), wait.differs
 
     # One step.
@@ -257,7 +258,8 @@ class Exchange:
         """
         self._edits += 1
         servers = {self.server_of(chunk) for chunk in edited}
-        wait = Wait("changed values to be stored", "values", answer=Kind.STORED, peers=servers)
+        what = "changed values to be stored"
+        wait = Wait(what, "values", answer=Kind.STORED, peers=servers, number=self._edits)
 
         def send(server: str) -> None:
             for chunk in edited.keys() - wait.stored:

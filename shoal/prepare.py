@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -346,6 +347,6 @@ def _finite(values: Tensor) -> bool:
     """Whether all values are finite; the sum is the cheap test, and right unless it overflows."""
     if not (values.is_floating_point() or values.is_complex()):
         return True
-    if bool(values.sum().isfinite()):
+    if cmath.isfinite(values.sum().item()):
         return True
     return bool(values.isfinite().all())

@@ -114,7 +114,7 @@ class Rounds:
             raise ProtocolError(f"{message.header.sender} counts chunk {min(foreign)}, which it did not push")
         commits = self._commits.setdefault((life.group, body.optimizer), {})
         if body.settings is not None:
-            self._settings[life.group, body.optimizer, life.rank] = body.settings
+            self._set(life, body.optimizer, body.settings)
         commits[life.rank] = body
         if body.cursor:
             self.cursors[message.header.sender] = body.cursor
@@ -172,7 +172,7 @@ class Rounds:
             self._edits[life, chunk.number] = header.number
             edit = self._edit_rows if chunk.row else self._edit_chunk
             edit(message, chunk)
-        self._post.send(header.sender, Kind.STORED, chunk=chunk.number)
+        self._post.send(header.sender, Kind.STORED, chunk=chunk.number, number=header.number)
 
     def _edit_chunk(self, message: Message, chunk: Chunk) -> None:
         edited = checked(message.frames, chunk, message.header.sender)
@@ -359,6 +359,12 @@ class Rounds:
         self._post.send(peer, Kind.VALUES, body, frames, chunk=chunk, **kind, **fields)
 
     # Hyperparameters: worker 0 of the group decides.
+
+    def _set(self, life: Life, optimizer: int, settings: Settings) -> None:
+        """A worker's settings have changed; equal ones are kept once, which makes comparing them cheap."""
+        peers = ((life.group, optimizer, rank) for rank in range(self.admission.workers(life.group)))
+        known = (self._settings[peer] for peer in peers if self._settings.get(peer) == settings)
+        self._settings[life.group, optimizer, life.rank] = next(known, settings)
 
     def _settings_for(self, reply: acts.Reply, rank: int) -> Settings | None:
         """The group's settings, for a worker that last committed with others."""

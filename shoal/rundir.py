@@ -36,8 +36,9 @@ class RunDir:
                 (run_dir.path / folder).mkdir()
         except FileExistsError:
             raise ConfigError([taken(path)]) from None
-        except OSError as error:
-            expected = f"expected a directory that can be made ({error.strerror})"
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            expected = f"expected a directory that can be made ({reason})"
             raise ConfigError([Mistake("run directory", str(path), expected)]) from None
         return run_dir
 

@@ -125,7 +125,7 @@ class Server:
         except ProtocolError as error:
             self._post.send(message.header.sender, Kind.REFUSE, Refuse(type(error).__name__, error.what))
         except PeerFailed as error:  # a worker that died; who supervises it decides what follows
-            self._events.write("note", message=str(error))
+            self._events.write("note", message=error.what)
 
     def _handle(self, message: Message) -> None:
         header = message.header

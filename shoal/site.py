@@ -78,7 +78,7 @@ class OneMachine:
         if serving:
             store.set(f"address/{m.member}", json.dumps(sockets.bound))
         for server in wanted:
-            address = wait_for(store, f"address/{server}", m, m.config.timeouts.start, f"{server} to listen")
+            address = wait_for(store, f"address/{server}", m, "start", f"{server} to listen")
             sockets.dial(server.name, json.loads(address))
         return sockets
 
@@ -137,14 +137,23 @@ def wait_for(
     store: Store,
     key: str,
     membership: Membership,
-    timeout: float,
+    timeout: str,
     what: str,
     site: Site | None = None,
 ) -> bytes:
-    """A value that another member leaves in the store; `timeout` in seconds."""
+    """A value that another member leaves in the store.
+
+    Args:
+        timeout: the name of one of the configuration's timeouts.
+        what: for whom or what this waits, in words.
+
+    Raises:
+        WaitTimeout: it has not come in time.
+    """
+    limit: float = getattr(membership.config.timeouts, timeout)
     waited = 0.0
     while True:
-        piece = min(1.0, timeout - waited)
+        piece = min(1.0, limit - waited)
         try:
             store.wait([key], timedelta(seconds=piece))
             return bytes(store.get(key))
@@ -154,9 +163,9 @@ def wait_for(
             waited += piece
         if site is not None:
             site.check()
-        if waited >= timeout:
+        if waited >= limit:
             raise WaitTimeout(
-                f"waited {timeout:g} s for {what}",
+                f"waited {limit:g} s (timeouts.{timeout}) for {what}",
                 member=membership.member.name,
-                remedy="see that member's log",
+                remedy=f"see that member's log; raise timeouts.{timeout} if it is only slow",
             )

@@ -60,8 +60,8 @@ def summarise(
         version: Shoal's version.
 
     Returns:
-        The summary, made of what JSON knows. ``samples_per_second`` and the staleness's ``mean`` and
-        ``max`` are ``None`` where nothing is known.
+        The summary, made of what JSON knows. ``samples_per_second``, the staleness's ``mean`` and ``max``,
+        and counts that not every member has told are ``None``.
     """
     told = {member: _told(events.get(member, ())) for member in (*topology.workers, *topology.servers)}
     workers = [told[member] for member in topology.workers]
@@ -80,7 +80,7 @@ def summarise(
         "seed": config.seed,
         "samples_per_second": _speed(workers),
         "steps": {member.name: told[member].get("steps", 0) for member in topology.workers},
-        "rounds": _sum(servers, "rounds"),
+        "rounds": _count(servers, "rounds"),
         "shares": _shares(workers, servers),
         "staleness": _staleness(servers),
         "sync": _sync(servers),
@@ -93,8 +93,11 @@ def summarise(
 def write(path: Path, summary: Summary) -> None:
     """Writes the summary as a whole: a reader sees all of it or none."""
     draft = path.with_name(path.name + ".part")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    os.replace(draft, path)
+    try:
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _told(events: Sequence[Event]) -> Event:
@@ -107,14 +110,22 @@ def _told(events: Sequence[Event]) -> Event:
     if not (progress := of_kind.get("progress")):
         return {}
     first, last = progress[0], progress[-1]
-    reached = {"steps": last["step"], "samples": last["samples"], "ended": last["time"]}
+    reached = {"steps": last["step"], "ended": last["time"]}
     if last.get("loss") is not None:
         reached["final"] = {"loss": last["loss"]}
-    return {**reached, "began": first["time"]}
+    if first is last:
+        return reached
+    # The samples of the first event came before its time.
+    return {**reached, "began": first["time"], "samples": last["samples"] - first["samples"]}
 
 
-def _sum(told: Iterable[Event], key: str) -> int:
+def _sum(told: Sequence[Event], key: str) -> int:
     return sum(event.get(key, 0) for event in told)
+
+
+def _count(told: Sequence[Event], key: str) -> int | None:
+    """The sum over all members; None where one of them has not told."""
+    return _sum(told, key) if all(key in event for event in told) else None
 
 
 def _merged(told: Iterable[Event], key: str) -> Counter[str]:
@@ -135,10 +146,10 @@ def _speed(workers: Sequence[Event]) -> float | None:
 
 def _shares(workers: Sequence[Event], servers: Sequence[Event]) -> Summary:
     return {
-        "pushed": _sum(workers, "pushed"),
-        "applied": _sum(servers, "applied"),
-        "resent": _sum(workers, "resent"),
-        "duplicate": _sum(servers, "duplicate"),
+        "pushed": _count(workers, "pushed"),
+        "applied": _count(servers, "applied"),
+        "resent": _count(workers, "resent"),
+        "duplicate": _count(servers, "duplicate"),
         "dropped": dict(sorted(_merged(servers, "dropped").items())),
     }
 

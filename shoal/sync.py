@@ -62,7 +62,7 @@ class Sync:
     ) -> None:
         self.exchanges = 0
         self.exchanged_rounds = 0
-        self._shard, self._group, self._groups = shard, group, groups
+        self._shard, self._groups = shard, groups
         self._frequency, self._patience = sync_freq, patience
         self._request, self._reply = request, reply
         self._chunks: dict[int, Chunk] = {c.number: c for c in shard.chunks} if groups > 1 else {}

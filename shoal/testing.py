@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,7 @@ def run_cluster(
     hub, store, report = Hub(), HashStore(), Report()
     failed = threading.Event()
     threads = []
-    for member in (*topology.servers, *topology.workers):
-        link = Faulty(OneProcess(hub, member.name).endpoint(), judge or (lambda header, peer: "deliver"))
-        report.links[member.name] = link
-        report.events[member.name] = Recorded(member.name)
+    _link(hub, topology, judge or (lambda header, peer: "deliver"), report)
     if links is not None:
         links(report.links)
 
@@ -155,12 +153,7 @@ def run_cluster(
         site = _Site(report.links[member.name], store, failed)
         membership = Membership(config, topology, member, "test", None, Path())
         run = Run(membership, site, report.events[member.name])
-
-        def work(run: Run = run, name: str = member.name) -> None:
-            session.in_thread(run)
-            report.results[name] = function(run)
-            session.finish()
-
+        work = partial(_work, run, member.name, function, report)
         threads.append(threading.Thread(target=guarded, args=(member.name, work), daemon=True))
     for thread in threads:
         thread.start()
@@ -168,6 +161,18 @@ def run_cluster(
     if report.errors:
         raise report.errors[0]
     return report
+
+
+def _link(hub: Hub, topology: Topology, judge: Judge, report: Report) -> None:
+    for member in (*topology.servers, *topology.workers):
+        report.links[member.name] = Faulty(OneProcess(hub, member.name).endpoint(), judge)
+        report.events[member.name] = Recorded(member.name)
+
+
+def _work(run: Run, name: str, function: Callable[[Run], Any], report: Report) -> None:
+    session.in_thread(run)
+    report.results[name] = function(run)
+    session.finish()
 
 
 def _join(threads: Sequence[threading.Thread], failed: threading.Event, timeout: float) -> None:

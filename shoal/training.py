@@ -20,7 +20,7 @@ from shoal.batch import Batch, Hold
 from shoal.collectives import Collectives
 from shoal.data import Loader
 from shoal.errors import UsageError
-from shoal.evaluation import Shared, plain_value
+from shoal.evaluation import Shared, loggable, plain_number, plain_value
 from shoal.events import Events
 from shoal.exchange import Exchange
 from shoal.parameters import Replica, as_bytes, describe, named_models, plain_name, refuse_wrappers
@@ -194,12 +194,14 @@ class Training:
                 "progress",
                 step=self.step_of(),
                 samples=self.batch.samples,
-                loss=None if loss is None else plain_value(loss),
+                loss=plain_number(loss),
                 staleness=max(stepper.staleness for stepper in self._steppers.values()),
             )
 
     def clip_grad_norm_(self, max_norm: float, scaler: Any, optimizer: torch.optim.Optimizer | None) -> float:
         """See Run.clip_grad_norm_."""
+        if not max_norm >= 0:
+            raise UsageError(f"no gradient can have a norm of {max_norm}", remedy="give a number, 0 or more")
         self._joined()
         steppers = [s for s in self._steppers.values() if optimizer is None or s.drives(optimizer)]
         if len(steppers) != 1:
@@ -229,7 +231,13 @@ class Training:
 
     def report_result(self, value: Any) -> None:
         """Leave what the worker's function returned among its events."""
-        self._events.write("result", value=plain_value(value))
+        try:
+            self._events.write("result", value=plain_value(value))
+        except TypeError as error:
+            raise UsageError(
+                f"the function's result cannot be sent to the launcher ({error})",
+                remedy="return numbers, text, lists or dicts of them",
+            ) from None
 
     def note(self, message: str) -> None:
         """Tell the user something, once."""
@@ -240,7 +248,7 @@ class Training:
     def log(self, values: dict[str, Any]) -> None:
         """See Run.log."""
         for name, value in values.items():
-            self.logged[name] = value.detach() if isinstance(value, Tensor) else value
+            self.logged[name] = loggable(name, value)
 
     # The end of a loop.
 
@@ -290,7 +298,7 @@ class Training:
             pushed=self._exchange.pushed,
             resent=self._exchange.resent,
             traffic=dict(self._exchange.traffic),
-            final={name: plain_value(value) for name, value in self.logged.items()},
+            final={name: plain_number(value) for name, value in self.logged.items()},
             began=self._began,
             ended=self._ended,
         )
@@ -341,6 +349,10 @@ class Training:
     def save(self, path: str | os.PathLike[str]) -> None:
         """See Run.save."""
         target = Path(path)
+        if not target.parent.is_dir():
+            raise UsageError(
+                f"cannot save {target}: there is no folder {target.parent}", remedy="make it first"
+            )
         partial = target.with_name(target.name + ".partial")
         save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, partial)
         os.replace(partial, target)

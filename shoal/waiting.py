@@ -202,7 +202,7 @@ class Waiter:
         wait.blamed[message.header.sender] = message.body(Missing).members
 
     def _stored(self, message: Message, wait: Wait) -> None:
-        if wait.answer is Kind.STORED:
+        if (wait.answer, message.header.number) == (Kind.STORED, wait.number):
             wait.stored.add(message.header.chunk)
 
     def _leave(self, message: Message, wait: Wait) -> None:

@@ -226,17 +226,6 @@ class Refuse(Body, frozen=True):
     what: str
 
 
-BODIES: dict[Kind, type[Body]] = {
-    Kind.HELLO: Hello,
-    Kind.WELCOME: Welcome,
-    Kind.INIT: Init,
-    Kind.COMMIT: Commit,
-    Kind.VALUES: Values,
-    Kind.LEAVE: Leave,
-    Kind.HEARTBEAT: Missing,
-    Kind.REFUSE: Refuse,
-}
-
 _encoder = msgspec.msgpack.Encoder()
 _header = msgspec.msgpack.Decoder(Header)
 _B = TypeVar("_B", bound=Body)

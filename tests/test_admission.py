@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -791,3 +792,21 @@ def test_a_group_that_returns_no_longer_holds_others_back() -> None:
         admission.admit(Join(Life(group, 0, 1)))
     one_step(admission, 0, 1)
     assert replies(admission.admit(Join(Life(1, 0, 2)))) == [(0, 1)]
+
+
+def test_each_share_is_looked_at_once_for_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions come on the lane that is faster; looking at all chunks again for each share took seconds."""
+    looks = Counter[int]()
+    average = Admission._average
+
+    def counted(self: Admission, group: int, chunk: int, counting: Any) -> Average | None:
+        looks[chunk] += 1
+        return average(self, group, chunk, counting)
+
+    monkeypatch.setattr(Admission, "_average", counted)
+    count = 50
+    admission = Admission({0: 1}, {chunk: Owned(0) for chunk in range(count)})
+    admission.admit(norm(0, 1, dict.fromkeys(range(count), 1)))
+    actions = [action for chunk in range(count) for action in admission.admit(share(0, 1, chunk))]
+    assert [average.chunk for average in measures(actions)[0].averages or ()] == list(range(count))
+    assert max(looks.values()) <= 2, "once in vain, once with it"

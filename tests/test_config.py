@@ -82,7 +82,7 @@ EVERYTHING = Config(
     ),
     timeouts=Timeouts(start=0.5, flush=7),
     seed=2**40,
-    allow_optimizers=("mine.Lion", "mine.Sophia"),
+    allow_optimizers=("mine:Lion", "mine:Sophia"),
 )
 
 PROTOBUF = """
@@ -94,17 +94,17 @@ cluster: <
 >
 timeouts { start: .5 flush: 7 }
 seed: 1099511627776
-allow_optimizers: ["mine.Lion", 'mine.Sophia']
+allow_optimizers: ["mine:Lion", 'mine:Sophia']
 """
 YAML = """
 cluster: {nworker_groups: 4, nserver_groups: 2, max_delay: 0, transport: tcp, workspace: a b, poll_time: 5}
 timeouts: {start: 0.5, flush: 7}
 seed: 1099511627776
-allow_optimizers: [mine.Lion, mine.Sophia]
+allow_optimizers: [mine:Lion, mine:Sophia]
 """
 TOML = """
 seed = 1099511627776
-allow_optimizers = ["mine.Lion", "mine.Sophia"]
+allow_optimizers = ["mine:Lion", "mine:Sophia"]
 [cluster]
 nworker_groups = 4
 nserver_groups = 2
@@ -125,8 +125,8 @@ def test_every_format_says_the_same(suffix: str) -> None:
 
 
 def test_repeated_fields_add_up_in_protobuf_text() -> None:
-    config = read('allow_optimizers: "a" allow_optimizers: ["b", "c"] allow_optimizers: []')
-    assert config.allow_optimizers == ("a", "b", "c")
+    config = read('allow_optimizers: "m:A" allow_optimizers: ["m:B", "m:C"] allow_optimizers: []')
+    assert config.allow_optimizers == ("m:A", "m:B", "m:C")
 
 
 def test_a_byte_order_mark_is_no_mistake() -> None:
@@ -137,10 +137,10 @@ def test_a_byte_order_mark_is_no_mistake() -> None:
 def test_settings_win_and_are_yaml() -> None:
     settings = ["cluster.nworker_groups=4", "cluster.nworker_groups=6", "timeouts.start=2.5", "seed=7"]
     config = load(
-        "hogwild", [*settings, "allow_optimizers=[a, b]", "cluster.transport=ipc", "cluster.max_delay=2"]
+        "hogwild", [*settings, "allow_optimizers=[m:A, m:B]", "cluster.transport=ipc", "cluster.max_delay=2"]
     )
     assert (config.cluster.nworker_groups, config.cluster.nserver_groups) == (6, 3)
-    assert (config.timeouts.start, config.seed, config.allow_optimizers) == (2.5, 7, ("a", "b"))
+    assert (config.timeouts.start, config.seed, config.allow_optimizers) == (2.5, 7, ("m:A", "m:B"))
     assert (config.cluster.transport, config.cluster.max_delay) == ("ipc", 2)
     assert load("hogwild", ["cluster.workspace=a=b"]).cluster.workspace == "a=b"
     assert load("hogwild", ["cluster.max_delay=2", "cluster.max_delay=null"]).cluster.max_delay is None

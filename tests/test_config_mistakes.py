@@ -92,8 +92,8 @@ def test_timeouts(field: str, value: str) -> None:
     [
         ("seed", "-1", "must be a whole number from 0, below 2**63"),
         ("seed", str(2**63), "must be a whole number from 0, below 2**63"),
-        ("allow_optimizers", "mine", "must be a list of names"),
-        ("allow_optimizers", "[mine, 3]", "must be a list of names"),
+        ("allow_optimizers", "mine", "must be a list of names, each MODULE:CLASS"),
+        ("allow_optimizers", "[mine:Lion, 3]", "must be a list of names, each MODULE:CLASS"),
         ("cluster", "3", "must be a section with fields"),
         ("timeouts", "", "must be a section with fields"),
     ],

@@ -58,7 +58,7 @@ def losing(kind: Kind, sender: str, after: int = 0) -> Callable[[Header, str], F
         pytest.param(
             SANDBLASTER,
             losing(Kind.WELCOME, "server 0.1", after=-1),
-            ("timeouts.start", "welcome from server 0.1"),
+            ("timeouts.start", "the servers' welcome from", "server 0.1"),
             id="a server's welcome",
         ),
         pytest.param(
@@ -95,3 +95,14 @@ def test_a_peer_that_evaluates_too_long_is_named() -> None:
 
     with pytest.raises(WaitTimeout, match=r"timeouts\.(evaluate|finish)"):
         run_cluster(evaluating, Config(cluster=SANDBLASTER, timeouts=SHORT))
+
+
+@pytest.mark.parametrize("call", [lambda run: run.barrier(), lambda run: run.mean(1.0)])
+def test_a_peer_that_does_not_gather_is_named(call: Callable[[Run], object]) -> None:
+    def gathering(run: Run) -> None:
+        train(run, steps=1)
+        if run.rank_in_group != 1:
+            call(run)
+
+    with pytest.raises(WaitTimeout, match=r"1 s \(timeouts\.values\) for worker 0\.1, which has not called"):
+        run_cluster(gathering, Config(cluster=SANDBLASTER, timeouts=SHORT))

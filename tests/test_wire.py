@@ -117,16 +117,17 @@ Anything = st.recursive(
 )
 
 
-@given(st.lists(Anything, max_size=22), Anything, st.sampled_from(sorted(wire.BODIES)))
+@given(st.lists(Anything, max_size=22), Anything, st.sampled_from([kind for kind in Kind if BODIES[kind]]))
 def test_well_formed_nonsense_is_a_protocol_error(fields: list[Any], body: Any, kind: Kind) -> None:
     with pytest.raises(ProtocolError):
         decode([msgspec.msgpack.encode(fields), b""], RUN)
     message = Message(header(kind), msgspec.msgpack.encode(body), [])
+    expected = type(BODIES[kind])
     try:
-        found = message.body(wire.BODIES[kind])
+        found = message.body(expected)
     except ProtocolError:
         return
-    assert isinstance(found, wire.BODIES[kind])
+    assert isinstance(found, expected)
 
 
 @given(st.lists(st.binary(max_size=200), max_size=3))

@@ -85,16 +85,25 @@ def override(document: Document, settings: Sequence[str]) -> None:
                 document.places[name] = place
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, for which 1e-3 is a number, as everywhere but in YAML 1.1."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 def _setting(text: str) -> object:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return Written(text)
 
 
 def _yaml(document: Document, text: str) -> None:
     try:
-        node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        node, values = yaml.compose(text, _Loader), yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{document.source}:{mark.line + 1}:{mark.column + 1}" if mark else document.source
@@ -111,7 +120,8 @@ def _yaml_places(document: Document, node: yaml.Node | None, path: str) -> None:
         name = f"{path}{key.value}"
         place = f"{document.source}:{key.start_mark.line + 1}:{key.start_mark.column + 1}: {name}"
         if name in document.places:
-            document.wrong(place, name, "is given twice")
+            written = shown(value.value) if isinstance(value, yaml.ScalarNode) else "…"
+            document.wrong(place, written, "is given twice")
         document.places.setdefault(name, place)
         if not path:
             _yaml_places(document, value, f"{name}.")

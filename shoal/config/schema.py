@@ -17,14 +17,19 @@ from pydantic_core import ErrorDetails
 
 from shoal.errors import Mistake
 
+MEMBERS = 4096  # more on one machine is a slip of the keyboard
+LAST_PORT = 65535
+CLASS = r"^[\w.]+:\w+$"
+
 Count = Annotated[StrictInt, Field(ge=1, description="must be a whole number, 1 or more")]
 Whole = Annotated[StrictInt, Field(ge=0, description="must be a whole number, 0 or more")]
 Delay = Annotated[StrictInt | None, Field(ge=0, description="must be a whole number, 0 or more")]
-Port = Annotated[StrictInt, Field(ge=0, le=65535, description="must be a port number, 0 to 65535")]
+Port = Annotated[StrictInt, Field(ge=0, le=LAST_PORT, description=f"must be a port number, 0 to {LAST_PORT}")]
 Seed = Annotated[StrictInt, Field(ge=0, lt=2**63, description="must be a whole number from 0, below 2**63")]
 Switch = Annotated[StrictBool, Field(description="must be true or false")]
-Text = Annotated[StrictStr | None, Field(description="must be text, in quotes")]
-Names = Annotated[tuple[StrictStr, ...], Field(description="must be a list of names")]
+Text = Annotated[StrictStr | None, Field(pattern=r"^[^\x00]*$", description="must be text, in quotes")]
+Class = Annotated[StrictStr, Field(pattern=CLASS)]
+Names = Annotated[tuple[Class, ...], Field(description="must be a list of names, each MODULE:CLASS")]
 Seconds = Annotated[
     float, Strict(), Field(gt=0, allow_inf_nan=False, description="must be a number of seconds above 0")
 ]
@@ -143,6 +148,19 @@ def impossibilities(cluster: Cluster) -> Iterator[Impossibility]:
             ("server_worker_separate", "nserver_groups"),
             True,
             "must be false when nserver_groups is 0: each worker then has its server beside it",
+        )
+    if workers + (servers or workers) > MEMBERS:
+        yield Impossibility(
+            ("nworker_groups", "nworkers_per_group", "nserver_groups", "nservers_per_group"),
+            cluster.nworker_groups,
+            f"makes {workers} workers and {servers or workers} servers: one machine takes {MEMBERS} members",
+        )
+    last = cluster.start_port + 2 * (servers or workers) - 1
+    if cluster.transport == "tcp" and cluster.start_port and last > LAST_PORT:
+        yield Impossibility(
+            ("start_port", "nserver_groups", "nservers_per_group", "transport"),
+            cluster.start_port,
+            f"must leave two ports for each server: the last would be {last}, and there are {LAST_PORT}",
         )
 
 

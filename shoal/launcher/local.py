@@ -20,6 +20,7 @@ from typing import Literal
 
 import shoal
 from shoal.config import Config
+from shoal.errors import PeerFailed
 from shoal.events import Event, Tail
 from shoal.launcher import (
     FAILED,
@@ -35,7 +36,7 @@ from shoal.launcher.forkserver import Team
 from shoal.launcher.progress import Board, View
 from shoal.rundir import RunDir
 from shoal.schedule import UNSCHEDULED, Schedules
-from shoal.summary import Outcome, Times, summarise, write
+from shoal.summary import Outcome, Summary, Times, summarise, write
 from shoal.topology import Member, Topology
 
 GRACE = 2.0  # seconds that members have to end in good order before they are killed
@@ -63,11 +64,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong: ``what`` in a sentence, ``detail`` for the end of the screen."""
+    """What went wrong: ``what`` in a sentence, ``detail`` for the end of the screen.
+
+    ``follows``: it only says that another member has failed, which may come to be known later.
+    """
 
     time: float
     what: str
     detail: str
+    follows: bool = False
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What the reason of the whole run's failure is the least in."""
+        return self.follows, self.time
 
 
 def launch(job: Job) -> int:
@@ -90,11 +100,11 @@ def launch(job: Job) -> int:
     outcome, failure = supervisor.outcome()
     times = Times(started, time.time() - started)
     summary = summarise(job.config, job.topology, board.events, outcome, times, shoal.__version__)
-    write(job.run_dir.summary, summary)
+    written = _written(job.run_dir.summary, summary)
     view.report(summary, job.run_dir.path)
     if failure:
         print(failure.detail, file=sys.stderr, flush=True)
-    return STATUS[outcome.status]
+    return STATUS[outcome.status] if written else FAILED
 
 
 class Supervisor:
@@ -133,7 +143,7 @@ class Supervisor:
         if self._ending and self._ending.status == "stopped":
             failures = [failure for failure in failures if failure.time < self._ended_at]
         if failures:
-            first = min(failures, key=lambda failure: failure.time)
+            first = min(failures, key=lambda failure: failure.order)
             return Outcome("failed", first.what), first
         return self._ending or Outcome("finished"), None
 
@@ -179,9 +189,9 @@ class Supervisor:
     def _gone(self, exited: Exited) -> None:
         member = self._left.pop(exited.member)
         self._board.poll()
-        if exited.code == STOPPED:
+        if exited.code == STOPPED and self._board.has_said(member, "stopped"):
             self._end("stopped", f"{member} was told to stop")
-        elif exited.code != FINISHED or not self._board.has_finished(member):
+        elif exited.code != FINISHED or not self._board.has_said(member, "finished"):
             what = f"{member} {_how(exited.code)}"
             detail = what + _end_of(self._job.run_dir.log(member))
             self._deaths.append(Failure(exited.time, what, detail))
@@ -263,10 +273,21 @@ def threads(count: int) -> int | None:
     return max(1, len(os.sched_getaffinity(0)) // count)
 
 
+def _written(path: Path, summary: Summary) -> bool:
+    """Whether the summary could be written; says why not."""
+    try:
+        write(path, summary)
+    except OSError as error:
+        print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
 def _told(event: Event) -> Failure:
     place = event["member"] + " failed" + ("" if event["step"] is None else f" at step {event['step']}")
     what = f"{place}: {event['error']}: {event['message']}"
-    return Failure(event["time"], what, f"{place}:\n{event['traceback'].rstrip()}")
+    follows = event["error"] == PeerFailed.__name__
+    return Failure(event["time"], what, f"{place}:\n{event['traceback'].rstrip()}", follows)
 
 
 def _how(code: int) -> str:

@@ -158,6 +158,7 @@ class Process:
             body()
         except BaseException as error:
             if self._stopping or isinstance(error, Stopped):
+                events.write("stopped")
                 return STOPPED
             self._report(member, events, error)
             return FAILED

@@ -45,9 +45,9 @@ class Board:
         """What each member has written, less the progress between its first and its latest."""
         return {member: follower.kept for member, follower in self._followers.items()}
 
-    def has_finished(self, member: Member) -> bool:
-        """Whether the member has said that it is done."""
-        return self._followers[member].last("finished") is not None
+    def has_said(self, member: Member, kind: str) -> bool:
+        """Whether the member has written an event of this kind, such as ``finished``."""
+        return self._followers[member].last(kind) is not None
 
     def poll(self, *, ended: bool = False) -> None:
         """Reads what is new and shows it. ``ended``: all members are gone."""
@@ -83,10 +83,9 @@ class _Group:
         self._events: dict[Member, deque[Event]] = {}
 
     def take(self, member: Member, event: Event) -> None:
-        events = self._events.setdefault(member, deque(maxlen=WINDOW))
         if event["event"] == "progress":
-            events.append(event)
-        elif events:
+            self._events.setdefault(member, deque(maxlen=WINDOW)).append(event)
+        elif events := self._events.get(member):
             reached = {"step": event["steps"], "samples": event["samples"], "time": event["ended"]}
             events.append(events[-1] | reached | {"loss": event["final"].get("loss")})
 
@@ -111,7 +110,7 @@ def _speed(events: Sequence[Event]) -> float:
 
 
 def _mean(values: Iterable[float | None], form: str) -> str:
-    known = [value for value in values if value is not None]
+    known = [value for value in values if isinstance(value, (int, float))]
     return format(sum(known) / len(known), form) if known else "-"
 
 
@@ -180,10 +179,11 @@ def _grid(rows: Iterable[Row]) -> RenderableType:
 
 def _table(rows: Iterable[Row], title: str) -> RenderableType:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, show_header=False)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # what a script has logged is no markup
     return table
 
 
@@ -193,8 +193,10 @@ def _report(summary: Summary) -> Iterable[Row]:
     yield "framework", summary["framework"]
     yield "processes", str(summary["processes"])
     yield "steps", f"{least}" if least == most else f"{least} to {most}"
-    yield "rounds", str(summary["rounds"])
-    yield "shares", f"{shares['pushed']} pushed, {shares['applied']} applied{_dropped(shares['dropped'])}"
+    if summary["rounds"] is not None:
+        yield "rounds", str(summary["rounds"])
+    if None not in (shares["pushed"], shares["applied"]):
+        yield "shares", f"{shares['pushed']} pushed, {shares['applied']} applied{_dropped(shares['dropped'])}"
     if staleness["mean"] is not None:
         yield "staleness", f"mean {staleness['mean']:.2f}, at most {staleness['max']}"
     if summary["sync"]["exchanges"]:
