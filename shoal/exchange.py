@@ -284,4 +284,4 @@ class Exchange:
         """Say goodbye; servers end when all of their workers have."""
         for server in self._servers:
             self._post.send(server, Kind.STOP)
-        self._post.endpoint.close()
+        self._post.close()

@@ -15,7 +15,7 @@ from shoal import acts
 from shoal.acts import Action
 from shoal.admission import Admission
 from shoal.asynchrony import Correction
-from shoal.errors import ProtocolError
+from shoal.errors import ProtocolError, ShoalError
 from shoal.ledger import Life
 from shoal.parameters import checked, codec_of, frames_of, received
 from shoal.partition import Chunk, Plan
@@ -174,10 +174,26 @@ class Rounds:
             edit(message, chunk)
         self._post.send(header.sender, Kind.STORED, chunk=chunk.number, number=header.number)
 
+    def _agreed(self, key: tuple[int, int], ranks: Sequence[int]) -> Commit:
+        """A commit of the round; in loss scale and clipping they are all alike."""
+        first, *others = (self._commits[key][rank] for rank in ranks)
+        for rank, other in zip(ranks[1:], others, strict=True):
+            if (other.scale, other.clip) != (first.scale, first.clip):
+                one, two = _worker(key[0], ranks[0]), _worker(key[0], rank)
+                raise ShoalError(
+                    f"{one} and {two} scale or clip one step differently (loss scale, coefficient): "
+                    f"{(first.scale, first.clip)} and {(other.scale, other.clip)}",
+                    remedy="all workers of a group clip alike, with GradScalers of the same settings",
+                )
+        return first
+
     def _edit_chunk(self, message: Message, chunk: Chunk) -> None:
         edited = checked(message.frames, chunk, message.header.sender)
         values = self.shard.values(chunk.number)
-        known = self._snapshots[chunk.number, life_of(message).group].values
+        snapshot = self._snapshots.get((chunk.number, life_of(message).group))
+        if snapshot is None:
+            raise ProtocolError(f"{message.header.sender} changes chunk {chunk.number}, which it never had")
+        known = snapshot.values
         assert isinstance(known, Tensor)
         self.shard.assign(chunk.number, edited if torch.equal(values, known) else values + (edited - known))
         if not self._alone:
@@ -266,7 +282,7 @@ class Rounds:
             self.shard.assign(rule.chunk, merge(self._shares(rule), rule))
         else:
             key = (rule.group, chunk.optimizer)
-            commit = self._commits[key][rule.ranks[0]]
+            commit = self._agreed(key, rule.ranks)
             gradient = self._averaged(rule)
             if commit.scale != 1:
                 gradient = gradient * (1 / commit.scale)

@@ -166,7 +166,7 @@ class Run:
         Args:
             count: samples or tokens behind the gradient, over all parts of the step; 0 leaves it out.
         """
-        if not count >= 0:
+        if not 0 <= count < float("inf"):
             raise UsageError(f"a step cannot weigh {count}", remedy="give the number of samples or tokens")
         self._training.batch.weigh(count)
 

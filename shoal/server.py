@@ -161,7 +161,9 @@ class Server:
         slicer = self.config.cluster.slicer
         self._plan = make_plan(model.parameters, model.buffers, topology.servers_per_group, groups, slicer)
         self._post.plan = self._plan.digest
-        self._shard = Shard(self._plan, self.member.index, model.optimizers, self.config.allow_optimizers)
+        wide = self.config.cluster.server_dtype == "float32"
+        allowed = self.config.allow_optimizers
+        self._shard = Shard(self._plan, self.member.index, model.optimizers, allowed, wide)
         self._missing = {chunk.number for chunk in self._shard.chunks}
         for message in self._early_values:
             self._init(message)

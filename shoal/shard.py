@@ -66,10 +66,16 @@ class Shard:
         plan: the plan; `server` is this server's index in its group.
         optimizers: the job's optimizers by name.
         allowed: classes outside torch.optim that the job allows.
+        wide: keep float32 master values (and state) of parameters in half precision.
     """
 
     def __init__(
-        self, plan: Plan, server: int, optimizers: Sequence[OptimizerSpec], allowed: Sequence[str]
+        self,
+        plan: Plan,
+        server: int,
+        optimizers: Sequence[OptimizerSpec],
+        allowed: Sequence[str],
+        wide: bool = False,
     ) -> None:
         self.plan = plan
         self.chunks = plan.chunks_of(server)
@@ -82,12 +88,17 @@ class Shard:
         self._views = {c.number: self._spaces[c.dtype][c.start : c.stop] for c in self.chunks}
         self._tables = {c.number: self._views[c.number].view(-1, c.row) for c in self.chunks if c.row}
         self._rows = {number: torch.zeros(len(t), dtype=torch.int64) for number, t in self._tables.items()}
+        self._masters = {
+            c.number: torch.zeros(c.size)
+            for c in self.chunks
+            if wide and c.buffer is None and c.dtype in ("bfloat16", "float16")
+        }
         classes = [resolve(spec.name, allowed) for spec in optimizers]
         self._updaters = {
             c.number: Updater(
                 classes[c.optimizer],
                 optimizers[c.optimizer],
-                pieces_in(self._views[c.number], plan, c),
+                pieces_in(self._masters.get(c.number, self._views[c.number]), plan, c),
                 [plan.parameters[p.parameter].settings for p in c.pieces],
             )
             for c in self.chunks
@@ -116,13 +127,17 @@ class Shard:
 
     def step(self, chunk: int, gradient: Content, touched: Sequence[int] | None, settings: Settings) -> None:
         """Apply an averaged gradient (float32 or wider; rounded once to the chunk's dtype)."""
-        updater = self._updaters[chunk]
-        updater.step(gradient.to(self._views[chunk].dtype), touched, settings)
+        updater, master = self._updaters[chunk], self._masters.get(chunk)
+        updated = self._views[chunk] if master is None else master
+        updater.step(gradient.to(updated.dtype), touched, settings)
+        if master is not None:
+            self._views[chunk].copy_(master)
         self._changed(chunk, updater.moved(gradient) if isinstance(gradient, Rows) else None)
 
     def assign(self, chunk: int, values: Content) -> None:
         """Set the chunk's values (flat), or some rows of a table."""
-        rows = None
+        rows, master = None, self._masters.get(chunk)
+        before = None if master is None else self._views[chunk].clone()
         if isinstance(values, Rows):
             rows = values.index
             self._tables[chunk][rows] = values.values
@@ -131,6 +146,9 @@ class Shard:
                 new, _ = changed_rows(self._views[chunk], values, self._tables[chunk].shape[1])
                 rows = new.index
             self._views[chunk].copy_(values)
+        if master is not None:  # where nothing has changed, the master keeps its finer value
+            changed = self._views[chunk] != before
+            master[changed] = self._views[chunk][changed].float()
         self._changed(chunk, rows)
 
     def export(self, chunk: int) -> tuple[list[State], list[Frame]]:

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.errors import ProtocolError
 from shoal.partition import Chunk
 from shoal.shard import Shard
 
@@ -120,6 +121,8 @@ class Sync:
 
     def requested(self, group: int, chunk: int, sequence: int, final: int, tensor: Tensor) -> None:
         """Master: a follower's difference (flat) arrived."""
+        if chunk not in self._finals:
+            raise ProtocolError(f"server group {group} does not follow this one on chunk {chunk}")
         if sequence > self._answered.get((chunk, group), 0):
             self._answered[chunk, group] = sequence
             self._shard.assign(chunk, self._merged(chunk, tensor))

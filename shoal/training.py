@@ -75,6 +75,7 @@ class Training:
         self._evaluations: Counter[str] = Counter()
         self._noted: set[str] = set()
         self._reported = 0.0
+        self._closed, self._pid = False, os.getpid()
         self._began = self._ended = time.time()
 
     # The start.
@@ -221,6 +222,7 @@ class Training:
     def edit(self) -> Iterator[None]:
         """See Run.edit."""
         replica, exchange = self._joined()
+        self.collectives.gather(None)  # nobody's last values are still on their way
         before = replica.snapshot()
         yield
         if self.membership.member.index == 0:
@@ -285,8 +287,8 @@ class Training:
             stepper.remember(self.step_of(number) + 1)
 
     def close(self) -> None:
-        """Leave, wait until everyone's updates are everywhere, report, say goodbye."""
-        if self._exchange is None:
+        """Leave, wait until everyone's updates are everywhere, report, say goodbye; once."""
+        if self._exchange is None or self._closed or os.getpid() != self._pid:  # a fork of the script's own
             return
         self.end_loop()
         if not self.settled:
@@ -302,6 +304,7 @@ class Training:
             began=self._began,
             ended=self._ended,
         )
+        self._closed = True
         self._exchange.close()
 
     # Evaluation and files.

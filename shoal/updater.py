@@ -230,13 +230,16 @@ class Updater:
         tensors = iter(frames)
         for entry in entries:
             value: Any = entry.value
+            view = self._views[entry.piece]
             if entry.rows:
                 index = from_bytes(next(tensors), "int64").clone()
                 rows = from_bytes(next(tensors), entry.dtype).clone().view(len(index), *entry.shape[1:])
                 value = Rows(index, rows).sparse(entry.shape[0])
             elif entry.dtype:
                 value = from_bytes(next(tensors), entry.dtype).clone().view(entry.shape)
-            self._optimizer.state[self._views[entry.piece]][entry.key] = value
+                if entry.key != "step" and value.shape == view.shape and value.is_floating_point():
+                    value = value.to(view.dtype)  # a master is wider than the worker's state
+            self._optimizer.state[view][entry.key] = value
 
 
 def pack(states: Iterator[Mapping[str, Any]]) -> tuple[list[State], list[Frame]]:

@@ -120,7 +120,7 @@ class Waiter:
             now = time.monotonic()
             if message is not None:
                 self._handlers.get(message.header.kind, self._unexpected)(message, wait)
-                if message.header.kind is not Kind.HEARTBEAT:
+                if message.header.kind not in (Kind.HEARTBEAT, Kind.PULL):  # those ask, they do not answer
                     heard = now
                 continue
             self._check()

@@ -116,6 +116,51 @@ def test_a_folder_that_is_not_there_is_named_before_anything_is_written(tmp_path
         run_cluster(train, {})
 
 
+@pytest.mark.parametrize("count", [-1.0, float("nan"), float("inf")])
+def test_a_step_weighs_a_finite_number(count: float) -> None:
+    def train(run: Run) -> None:
+        prepared(run)
+        run.weight(count)
+
+    with pytest.raises(ShoalError, match="a step cannot weigh"):
+        run_cluster(train, {})
+
+
+def test_a_run_may_be_closed_more_than_once_and_then_takes_no_step(tmp_path: Path) -> None:
+    step = "model(torch.ones(3, 4)).sum().backward()\n"
+    done = ran(
+        tmp_path, f"for _ in run.epochs(2):\n    {step}    optimizer.step()\nrun.close()\nrun.close()\n"
+    )
+    assert done.status == 0, done.err
+    (tmp_path / "more").mkdir()
+    done = ran(tmp_path / "more", f"run.close()\n{step}optimizer.step()\n")
+    assert done.status == 1
+    assert done.err.rstrip().endswith("the run is closed\n  call run.close() last")
+
+
+FORK = """
+for step in run.epochs(4):
+    if step == 2 and os.fork() == 0:
+        raise SystemExit
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    if step == 2:
+        os.wait()
+print("on and on")
+"""
+
+
+def test_a_process_that_the_script_forks_does_not_close_the_run(tmp_path: Path) -> None:
+    done = ran(tmp_path, FORK)
+    assert (done.status, "on and on" in done.out) == (0, True), done.err
+    assert done.summary is not None
+    assert set(done.summary["steps"].values()) == {4}
+    script = tmp_path / "alone.py"
+    script.write_text(SCRIPT + FORK)
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (alone.returncode, alone.stdout) == (0, "on and on\n"), alone.stderr
+
+
 @pytest.mark.parametrize("value", [object(), 1j, [1.0], {"a": 1}, torch.ones(3), torch.ones(1) * 1j])
 def test_what_cannot_be_written_down_is_refused_when_it_is_logged(value: object) -> None:
     def train(run: Run) -> None:

@@ -69,6 +69,7 @@ def test_defaults() -> None:
         "delay_compensation": 0.0,
         "group_scale": "sum",
         "warmup_steps": 0,
+        "server_dtype": "same",
     }
     assert config.timeouts == Timeouts(
         start=60, values=300, flush=60, ask=1, evaluate=3600, finish=86400, replay=120

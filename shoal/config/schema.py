@@ -38,6 +38,7 @@ Factor = Annotated[
     float, Strict(), Field(ge=0, allow_inf_nan=False, description="must be a number, 0 or more")
 ]
 Scale = Annotated[Literal["sum", "mean"], Field(description="must be one of sum, mean")]
+ServerDtype = Annotated[Literal["same", "float32"], Field(description="must be one of same, float32")]
 Slicer = Annotated[Literal["balanced", "singa"], Field(description="must be one of balanced, singa")]
 
 SECTION = "must be a section with fields"
@@ -76,6 +77,7 @@ class Cluster(_Section):
     delay_compensation: Factor = 0.0
     group_scale: Scale = "sum"
     warmup_steps: Whole = 0
+    server_dtype: ServerDtype = "same"
 
 
 class Timeouts(_Section):

@@ -105,6 +105,7 @@ class Process:
         self._topology = Topology.of(self._config.cluster)
         self._run_dir = RunDir(Path(spawn.run_dir))
         self._stopping = False
+        self._pid = os.getpid()
 
     def run(self) -> int:
         """Runs it to its end; returns the exit status."""
@@ -157,6 +158,9 @@ class Process:
         try:
             body()
         except BaseException as error:
+            if os.getpid() != self._pid:  # a process that the script has forked, not the member
+                traceback.print_exc()
+                return FAILED
             if self._stopping or isinstance(error, Stopped):
                 events.write("stopped")
                 return STOPPED

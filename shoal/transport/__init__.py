@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
+from shoal.errors import UsageError
 from shoal.wire import BULK, Body, Frame, Header, Kind, Message, decode, encode
 
 Lane = Literal["control", "bulk"]
@@ -70,11 +71,18 @@ class Post:
         self.plan = ""
         self._run = run
         self._sequence = itertools.count(1)
+        self._closed = False
 
     def send(
         self, peer: str, kind: Kind, body: Body | None = None, frames: Sequence[Frame] = (), **fields: Any
     ) -> Token:
-        """Send one message; `fields` are the header's."""
+        """Send one message; `fields` are the header's.
+
+        Raises:
+            UsageError: after `close`.
+        """
+        if self._closed:
+            raise UsageError("the run is closed", member=self.endpoint.name, remedy="call run.close() last")
         fields.setdefault("sequence", next(self._sequence))
         header = Header(
             kind=kind,
@@ -91,3 +99,8 @@ class Post:
         """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""
         frames = self.endpoint.recv(timeout)
         return None if frames is None else decode(frames, self._run)
+
+    def close(self) -> None:
+        """Send what is still queued; nothing can be sent after it."""
+        self._closed = True
+        self.endpoint.close()
