@@ -18,7 +18,7 @@ from shoal.launcher import FAILED, FINISHED
 from shoal.partition import ITEMSIZE, Chunk, Plan
 from shoal.probe import Seen, look
 from shoal.rows import Rows
-from shoal.shard import pieces_in
+from shoal.shard import pieces_in, updated_in
 from shoal.topology import Member, Topology, table
 from shoal.training import Prepared
 from shoal.updater import Updater, resolve
@@ -53,14 +53,15 @@ class Need:
 def of_server(prepared: Prepared, config: Config, server: Member) -> Need:
     """What a server needs."""
     topology = Topology.of(config.cluster)
+    wide = config.cluster.server_dtype == "float32"
     chunks = prepared.plan.chunks_of(server.index)
     trained = [chunk for chunk in chunks if chunk.buffer is None]
     followed = [chunk for chunk in chunks if topology.synchronised and chunk.master != server.group]
     return Need(
         elements=sum(chunk.size for chunk in trained),
-        parameters=_bytes(trained),
+        parameters=_bytes(trained) + sum(c.size * 4 for c in trained if updated_in(c, wide) != c.dtype),
         buffers=_bytes(chunk for chunk in chunks if chunk.buffer is not None),
-        optimizer=sum(_state(prepared, chunk, config.allow_optimizers) for chunk in trained),
+        optimizer=sum(_state(prepared, chunk, config) for chunk in trained),
         gradients=_bytes(chunks) * len(topology.workers_of(server)),
         copies=_bytes(followed),
     )
@@ -83,17 +84,19 @@ def _bytes(chunks: Iterable[Chunk]) -> int:
     return sum(chunk.nbytes for chunk in chunks)
 
 
-def _state(prepared: Prepared, chunk: Chunk, allowed: tuple[str, ...]) -> int:
+def _state(prepared: Prepared, chunk: Chunk, config: Config) -> int:
     """Bytes of a chunk's optimizer state: what one step that touches everything leaves behind.
 
     That step is taken without any memory where the optimizer can do it, else on zeros.
     """
     spec, plan = prepared.specs[chunk.optimizer], prepared.plan
     settings = [plan.parameters[piece.parameter].settings for piece in chunk.pieces]
+    cls = resolve(spec.name, config.allow_optimizers)
+    dtype = getattr(torch, updated_in(chunk, config.cluster.server_dtype == "float32"))
 
     def measured(device: str) -> int:
-        values = torch.zeros(chunk.size, dtype=getattr(torch, chunk.dtype), device=device)
-        updater = Updater(resolve(spec.name, allowed), spec, pieces_in(values, plan, chunk), settings)
+        values = torch.zeros(chunk.size, dtype=dtype, device=device)
+        updater = Updater(cls, spec, pieces_in(values, plan, chunk), settings)
         zeros = torch.zeros_like(values)
         numbers = torch.arange(chunk.rows, device=device)
         updater.step(Rows(numbers, zeros.view(-1, chunk.row)) if chunk.row else zeros, None, spec.groups)

@@ -59,6 +59,12 @@ def pieces_in(values: Tensor, plan: Plan, chunk: Chunk) -> list[Tensor]:
     return pieces
 
 
+def updated_in(chunk: Chunk, wide: bool) -> str:
+    """The dtype of the values that the chunk's optimizer updates: float32 for a master's."""
+    half = chunk.buffer is None and chunk.dtype in ("bfloat16", "float16")
+    return "float32" if wide and half else chunk.dtype
+
+
 class Shard:
     """One server's part of the model.
 
@@ -89,9 +95,9 @@ class Shard:
         self._tables = {c.number: self._views[c.number].view(-1, c.row) for c in self.chunks if c.row}
         self._rows = {number: torch.zeros(len(t), dtype=torch.int64) for number, t in self._tables.items()}
         self._masters = {
-            c.number: torch.zeros(c.size)
+            c.number: torch.zeros(c.size, dtype=getattr(torch, updated_in(c, wide)))
             for c in self.chunks
-            if wide and c.buffer is None and c.dtype in ("bfloat16", "float16")
+            if updated_in(c, wide) != c.dtype
         }
         classes = [resolve(spec.name, allowed) for spec in optimizers]
         self._updaters = {

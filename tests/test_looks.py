@@ -86,6 +86,26 @@ def test_servers_hold_what_was_foretold(name: str, cluster: str) -> None:
         assert need.together > need.parameters + need.optimizer
 
 
+def test_masters_are_foretold() -> None:
+    config = load("sandblaster", ["cluster.server_dtype=float32"])
+    make = OPTIMIZERS["Adam"]
+
+    def train(run: Run) -> None:
+        model = net().bfloat16()
+        model, optimizer = run.prepare(model, make(model))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+    model = net().bfloat16()
+    told = prepared(model, make(model), config)
+    report = run_cluster(train, config)
+    for server in Topology.of(config.cluster).servers:
+        need = budget.of_server(told, config, server)
+        assert need.optimizer == report.events[server.name].last("finished")["state_bytes"]
+        assert need.parameters == need.elements * (2 + 4)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
