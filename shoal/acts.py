@@ -210,3 +210,11 @@ class Warm:
 
 
 Action = Hold | Release | Apply | Reply | Answer | Ask | Tell | Measure | Left | Returned | Warm
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What admission has to know of a chunk: its optimizer, and whether it is a buffer's."""
+
+    optimizer: int
+    buffer: bool = False

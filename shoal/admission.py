@@ -7,7 +7,6 @@ I/O; time and death come in as messages. The server and any simulator run the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -26,6 +25,7 @@ from shoal.acts import (
     Left,
     Measure,
     Norm,
+    Owned,
     Pull,
     Release,
     Reply,
@@ -34,17 +34,9 @@ from shoal.acts import (
     Tell,
     Warm,
 )
+from shoal.clocks import Clocks
 from shoal.errors import ProtocolError
 from shoal.ledger import Ledger, Life
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What admission has to know of a chunk: its optimizer, and whether it is a buffer's."""
-
-    optimizer: int
-    buffer: bool = False
-
 
 _Said = TypeVar("_Said", Commit, Norm)
 
@@ -70,12 +62,9 @@ class Admission:
         self.rounds = 0
         self._workers = dict(groups)
         self._chunks = dict(chunks)
-        self._max_delay = max_delay
         self._warmup = warmup if chunks and 0 in groups else 0
-        self._live = {0} if self._warmup else set(groups)
+        self._clocks = Clocks(groups, chunks, max_delay, {0} if self._warmup else groups)
         self._left: dict[int, set[int]] = {group: set() for group in groups}
-        self._closed = {group: dict.fromkeys(chunks, 0) for group in groups}
-        self._lead = {group: dict.fromkeys(chunks, 0) for group in groups}
         self._incarnation = dict.fromkeys(groups, 0)
         self._held: dict[tuple[int, int, int], Share] = {}
         self._seen: dict[tuple[int, int, int], tuple[int, set[int]]] = {}
@@ -96,24 +85,24 @@ class Admission:
 
     def version(self, chunk: int) -> int:
         """Rounds closed on the chunk by all groups."""
-        return sum(closed[chunk] for closed in self._closed.values())
+        return self._clocks.version(chunk)
 
     def clock(self, group: int, chunk: int) -> int:
         """The group's clock on the chunk: its closed rounds, level with the slowest where it returned."""
-        return self._closed[group][chunk] + self._lead[group][chunk]
+        return self._clocks.at(group, chunk)
 
     def closed(self, group: int, chunk: int) -> int:
         """The last step of the group whose round on the chunk is closed."""
-        return self._closed[group][chunk]
+        return self._clocks.closed[group][chunk]
 
     def last_step(self, group: int, optimizer: int) -> int:
         """The last step of the group that is closed on every chunk of the optimizer here."""
-        steps = [s for c, s in self._closed[group].items() if self._chunks[c].optimizer == optimizer]
+        steps = [s for c, s in self._clocks.closed[group].items() if self._chunks[c].optimizer == optimizer]
         return min(steps, default=0)
 
     def has_left(self, group: int) -> bool:
         """Whether every worker of the group has left, or the group is gone."""
-        return group not in self._live
+        return group not in self._clocks.live
 
     @property
     def warming(self) -> bool:
@@ -149,7 +138,7 @@ class Admission:
         if incarnation < self._incarnation[group]:
             return []  # its commit will never come; Join has settled that life
         key = (group, rank, share.chunk)
-        closed = self._closed[group][share.chunk]
+        closed = self._clocks.closed[group][share.chunk]
         if share.step > closed + 1:
             raise ProtocolError(
                 f"worker {group}.{rank} pushed chunk {share.chunk} of step {share.step}, "
@@ -195,9 +184,9 @@ class Admission:
         actions = self._return(group)
         for chunk, owned in self._chunks.items():
             if owned.optimizer == commit.optimizer:
-                if self._closed[group][chunk] >= commit.step:  # closed here before its group died
+                if self._clocks.closed[group][chunk] >= commit.step:  # closed here before its group died
                     self.ledger.drop(commit.life, "torn", commit.pushed.get(chunk, 0))
-                    actions.append(Answer(chunk, group, rank, self._closed[group][chunk]))
+                    actions.append(Answer(chunk, group, rank, self._clocks.closed[group][chunk]))
                 else:
                     actions += self._close(group, chunk)
         return actions
@@ -206,7 +195,7 @@ class Admission:
         """Close the chunk's round if all commits and all counting shares are in."""
         owned = self._chunks[chunk]
         commits = self._complete(self._commits.get((group, owned.optimizer), {}), group)
-        if commits is None or self._closed[group][chunk] >= commits[0].step:
+        if commits is None or self._clocks.closed[group][chunk] >= commits[0].step:
             return []
         counting = [c for c in commits if c.weight > 0]
         finite = all(c.finite for c in counting)
@@ -218,7 +207,7 @@ class Admission:
         staleness = self.version(chunk) - min(bases) if bases and not owned.buffer else -1
         step = commits[0].step
         self._account(commits, chunk, average)
-        self._closed[group][chunk] = step
+        self._clocks.closed[group][chunk] = step
         self.rounds += 1
         self._parked[chunk][group] = Reply(chunk, group, step, not finite, staleness)
         actions: list[Action] = []
@@ -308,11 +297,9 @@ class Admission:
     def _pull(self, pull: Pull) -> list[Action]:
         group, rank, _ = pull.life
         chunk = pull.chunk
-        closed = self._closed[group][chunk]
+        closed = self._clocks.closed[group][chunk]
         if group in self._parked[chunk]:
-            slowest = min(self.clock(g, chunk) for g in self._live)
-            slow = tuple(g for g in sorted(self._live) if self.clock(g, chunk) == slowest)
-            return [Tell(group, rank, pull.step, (), slow)]
+            return [Tell(group, rank, pull.step, (), self._clocks.slowest(chunk))]
         if closed >= pull.step:
             return [Answer(chunk, group, rank, closed)]
         commits = self._commits.get((group, self._chunks[chunk].optimizer), {})
@@ -340,7 +327,7 @@ class Admission:
         actions: list[Action] = []
         if returned:
             actions = self._bury(group, incarnation)
-            self._level(group)
+            self._clocks.join(group)
             actions += [action for chunk in self._chunks for action in self._unpark(chunk)]
         return actions
 
@@ -368,18 +355,10 @@ class Admission:
         A share alone does not bring it back: one that no commit followed may arrive after its worker's leave.
         """
         self._left[group].clear()
-        if group in self._live:
+        if group in self._clocks.live:
             return []
-        self._level(group)
+        self._clocks.join(group)
         return [Returned(group)]
-
-    def _level(self, group: int) -> None:
-        others = self._live - {group}
-        for chunk in self._chunks:
-            if others:
-                slowest = min(self.clock(other, chunk) for other in others)
-                self._lead[group][chunk] = slowest - self._closed[group][chunk]
-        self._live.add(group)
 
     def _leave(self, leave: Leave) -> list[Action]:
         group, rank, incarnation = leave.life
@@ -394,18 +373,18 @@ class Admission:
         return [*forgotten, *self._gone(group)]
 
     def _gone(self, group: int) -> list[Action]:
-        self._live.discard(group)
+        self._clocks.live.discard(group)
         released = [action for chunk in self._chunks for action in self._unpark(chunk)]
         return [*released, Left(group), *self._warm()]
 
     def _warm(self) -> list[Action]:
         """Let the other groups begin, level with group 0, once it has closed its steps alone or has left."""
-        if not self.warming or (not self.has_left(0) and min(self._closed[0].values()) < self._warmup):
+        if not self.warming or (not self.has_left(0) and min(self._clocks.closed[0].values()) < self._warmup):
             return []
         self._warmup = 0
         for group in self._workers:
             if group:
-                self._level(group)
+                self._clocks.join(group)
         return [Warm()]
 
     # Parking.
@@ -415,14 +394,7 @@ class Admission:
         parked = self._parked[chunk]
         if not parked:
             return []
-        slowest = min((self.clock(group, chunk) for group in self._live), default=None)
-        ready = [
-            group
-            for group in parked
-            if self._max_delay is None
-            or slowest is None
-            or self.clock(group, chunk) - slowest <= self._max_delay
-        ]
+        ready = [group for group in parked if self._clocks.allow(group, chunk)]
         return [parked.pop(group) for group in ready]
 
     def _complete(self, said: Mapping[int, _Said], group: int) -> tuple[_Said, ...] | None:

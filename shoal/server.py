@@ -11,7 +11,8 @@ from contextlib import suppress
 from torch import Tensor
 
 from shoal import acts
-from shoal.admission import Admission, Owned
+from shoal.acts import Owned
+from shoal.admission import Admission
 from shoal.asynchrony import Correction
 from shoal.config import Config
 from shoal.errors import ModelMismatch, PeerFailed, ProtocolError

@@ -26,6 +26,7 @@ from shoal.acts import (
     Left,
     Measure,
     Norm,
+    Owned,
     Pull,
     Release,
     Reply,
@@ -33,7 +34,7 @@ from shoal.acts import (
     Share,
     Tell,
 )
-from shoal.admission import Admission, Owned
+from shoal.admission import Admission
 from shoal.errors import ProtocolError
 from shoal.ledger import Life
 

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 from toys import SIZE, Line, config, movement, pull_of, walk
 
 from shoal import Run
-from shoal.acts import Commit, Leave, Reply, Share, Warm
-from shoal.admission import Admission, Owned
+from shoal.acts import Commit, Leave, Owned, Reply, Share, Warm
+from shoal.admission import Admission
 from shoal.config import Timeouts
 from shoal.errors import UsageError, WaitTimeout
 from shoal.ledger import Life

@@ -14,7 +14,7 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 
-PURE = ("errors", "config", "topology", "partition", "ledger", "acts", "admission", "sampling")
+PURE = ("errors", "config", "topology", "partition", "ledger", "acts", "clocks", "admission", "sampling")
 LAYERS = (
     *PURE,
     "rundir",
