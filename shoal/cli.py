@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -113,7 +112,7 @@ def validate(
     typer.echo(topology.describe(topology.Topology.of(config.cluster)))
     if script is not None:
         typer.echo()
-        raise typer.Exit(_look("budget", config.model_dump_json(), script, *context.args))
+        _look("budget", config.model_dump_json(), script, *context.args)
 
 
 @app.command(context_settings={**PASSING, "allow_interspersed_args": False})
@@ -124,12 +123,13 @@ def doctor(
     """Runs a script for three steps, alone, and says what will surprise under a cluster."""
     if not Path(script).is_file():
         raise ConfigError([_no_script(script)])
-    raise typer.Exit(_look("doctor", script, *context.args))
+    _look("doctor", script, *context.args)
 
 
-def _look(module: str, *arguments: str) -> int:
-    """Run a script in a process of its own, to be looked at; the exit status."""
-    return subprocess.call([sys.executable, "-m", f"shoal.{module}", *arguments])
+def _look(module: str, *arguments: str) -> NoReturn:
+    """Run a script to be looked at, in the place of this process, so that no child can outlive it."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", f"shoal.{module}", *arguments])
 
 
 def _no_script(script: str) -> Mistake:
@@ -162,7 +162,14 @@ def _schedules(config: Config, record: Path | None, replay: Path | None) -> Sche
     """Where schedules go to and come from; raises ConfigError for one that cannot fit this run."""
     folders = [str(path.resolve()) if path is not None else None for path in (record, replay)]
     schedules = Schedules(*folders)
-    if found := list(misfits(schedules, config, topology.Topology.of(config.cluster).servers)):
+    found = list(misfits(schedules, config, topology.Topology.of(config.cluster).servers))
+    if record is not None and not found:
+        try:
+            record.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            expected = f"must be a folder that can be made ({error.strerror})"
+            found = [Mistake("--record-schedule", str(record), expected)]
+    if found:
         raise ConfigError(found)
     return schedules
 

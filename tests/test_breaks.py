@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,42 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
 def test_what_no_path_and_no_class_can_be_is_refused() -> None:
     assert "must be text" in mistakes("downpour", r'cluster.workspace="a\0b"')
     assert "each MODULE:CLASS" in mistakes("downpour", "allow_optimizers=[Lion]")
+
+
+def test_a_schedule_that_cannot_be_written_stops_the_run_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "run",
+        "--cluster",
+        "hogwild",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    record = ["--record-schedule", str(tmp_path / "file" / "first"), str(tmp_path / "script.py")]
+    done = subprocess.run([*command, *record], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "must be a folder that can be made" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", [["validate", "hogwild"], ["doctor"]])
+def test_nothing_outlives_a_look_at_a_script(tmp_path: Path, command: list[str]) -> None:
+    script, running = tmp_path / "script.py", tmp_path / "running"
+    script.write_text(
+        f"import os, time\nopen({str(running)!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
+    )
+    look = subprocess.Popen([sys.executable, "-m", "shoal", *command, str(script)], stdout=subprocess.DEVNULL)
+    try:
+        while look.poll() is None and not (running.exists() and running.read_text()):
+            time.sleep(0.05)
+        assert int(running.read_text()) == look.pid
+    finally:
+        look.kill()
+        look.wait()
 
 
 # Calls

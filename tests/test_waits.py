@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,11 @@ def losing(kind: Kind, sender: str, after: int = 0) -> Callable[[Header, str], F
         pytest.param(
             HASTY,
             losing(Kind.COMMIT, "worker 1.0", after=1),
-            ("step 2", "timeouts.values", "which waits for worker group 1"),
+            (
+                "step 2",
+                "timeouts.values",
+                r"which waits for worker (group 1|1\.0) ",
+            ),  # whoever is first to tell
             id="a slower group",
         ),
     ],
@@ -81,7 +86,7 @@ def test_a_wait_says_who_waited_for_whom(cluster: Cluster, judge: Any, said: tup
     text = str(caught.value)
     assert text.startswith("worker ")
     for words in said:
-        assert words in text
+        assert re.search(words, text)
 
 
 def test_a_peer_that_evaluates_too_long_is_named() -> None:
