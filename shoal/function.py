@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -36,7 +37,8 @@ def launch(
     Args:
         cluster: a preset, a file, a block or a whole configuration.
         args: numbers, text, lists or dicts, where workers are processes.
-        run_dir: where a run of processes writes; a new temporary folder if not given.
+        run_dir: where a run of processes writes; if not given, a temporary folder that is kept only when the
+            run fails.
 
     Returns:
         what the function returned, by rank; numbers, text, lists or dicts, where workers are processes.
@@ -62,7 +64,10 @@ def launch(
         summary = json.loads(directory.summary.read_text())
         raise LaunchError(f"the run {summary['status']}: {summary['reason']}", remedy=f"see {directory.path}")
     workers = Topology.of(config.cluster).workers
-    return [_result(directory.events(worker)) for worker in workers]
+    results = [_result(directory.events(worker)) for worker in workers]
+    if run_dir is None:
+        shutil.rmtree(path.parent)
+    return results
 
 
 def _importable(function: Callable[..., Any]) -> bool:
