@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -273,6 +274,34 @@ def test_edits_of_several_groups_are_added() -> None:
         expected = groups * (groups + 1) / 2 - groups
         for values in report.results.values():
             assert torch.equal(values["weight"], torch.full((2, 2), expected, dtype=torch.float64))
+
+
+def test_an_edit_waits_until_the_whole_group_has_its_values() -> None:
+    """Else a peer could be sent values that are edited already, and would edit them once more."""
+    held, entered, early = [], threading.Event(), []
+
+    def judge(header: Header, peer: str) -> Fate:
+        late = header.kind is Kind.VALUES and peer == "worker 0.1" and header.step == 1
+        return "hold" if late else "deliver"
+
+    def work(run: Run) -> None:
+        model = nn.Linear(2, 2)
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 2)).sum().backward()
+        if run.rank == 0:
+            threading.Thread(target=release, daemon=True).start()
+        optimizer.step()
+        with run.edit():
+            entered.set()
+
+    def release() -> None:
+        early.append(entered.wait(1))
+        for link in held:
+            link.open()
+
+    cluster = {"nworkers_per_group": 2, "server_worker_separate": True}
+    run_cluster(work, cluster, judge=judge, links=lambda links: held.append(links["server 0.0"]))
+    assert early == [False]
 
 
 def test_without_edit_a_clamp_is_an_error_that_names_the_way() -> None:

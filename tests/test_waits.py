@@ -57,6 +57,12 @@ def losing(kind: Kind, sender: str, after: int = 0) -> Callable[[Header, str], F
             id="a peer's share",
         ),
         pytest.param(
+            Cluster(),
+            losing(Kind.SHARE, "worker 0.0"),
+            ("step 1", "timeouts.values", "which waits for worker 0.0", "version 0"),
+            id="one's own share",
+        ),
+        pytest.param(
             SANDBLASTER,
             losing(Kind.WELCOME, "server 0.1", after=-1),
             ("timeouts.start", "the servers' welcome from", "server 0.1"),
