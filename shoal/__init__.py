@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.function import launch
-    from shoal.session import Run, init
+    from shoal.launcher.torchrun import init
+    from shoal.run import Run
 
 __all__ = ["Run", "__version__", "init", "launch"]
 __version__ = "0.1.0"
@@ -14,10 +15,14 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     # The command line starts without torch, so what needs it is imported when it is first asked for.
-    if name in ("Run", "init"):
-        from shoal import session
+    if name == "Run":
+        from shoal.run import Run
 
-        return getattr(session, name)
+        return Run
+    if name == "init":
+        from shoal.launcher.torchrun import init
+
+        return init
     if name == "launch":
         from shoal.function import launch
 

@@ -62,11 +62,12 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A worker still lacks a chunk's values of a step."""
+    """A worker still lacks a chunk's values of a step; `whole`: it could not use a difference."""
 
     life: Life
     chunk: int
     step: int
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +152,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Send one worker once more what its group was sent."""
+    """Send one worker once more what its group was sent; `whole`: not as a difference."""
 
     chunk: int
     group: int
     rank: int
     step: int
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,7 @@ class Admission:
         if group in self._parked[chunk]:
             return [Tell(group, rank, pull.step, (), self._clocks.slowest(chunk))]
         if closed >= pull.step:
-            return [Answer(chunk, group, rank, closed)]
+            return [Answer(chunk, group, rank, closed, pull.whole)]
         commits = self._commits.get((group, self._chunks[chunk].optimizer), {})
         here = {r: c for r, c in commits.items() if c.step == pull.step}
         if rank not in here:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shoal.errors import UsageError
+from shoal.own import OwnStepper
 from shoal.prepare import Stepper
 
 
@@ -21,7 +22,7 @@ class _Adopted:
         sizes: parameters in each param group.
     """
 
-    stepper: Stepper
+    stepper: Stepper | OwnStepper
     note: Callable[[str], None]
     sizes: list[int]
 
@@ -43,14 +44,16 @@ class _Adopted:
 
     def state_dict(self) -> dict[str, Any]:
         """The settings; the state is the servers'."""
-        self.note(
-            "optimizer.state_dict() holds settings only: after prepare() an optimizer's state is the servers'"
-        )
+        if self.stepper.travels:
+            self.note(
+                "optimizer.state_dict() holds settings only: after prepare() an optimizer's state is the "
+                "servers'"
+            )
         return super().state_dict()  # type: ignore[misc,no-any-return]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Settings may be loaded at any time, state only before prepare()."""
-        if state_dict["state"]:
+        if state_dict["state"] and self.stepper.travels:
             raise UsageError(
                 "an optimizer's state was loaded after prepare(), when it is the servers'",
                 remedy="call optimizer.load_state_dict() before run.prepare(): servers take its state over",
@@ -75,7 +78,9 @@ def _check(optimizer: Any) -> None:
         raise UsageError("param_groups hold other parameters than at prepare()", remedy=_EARLIER)
 
 
-def adopt(optimizer: torch.optim.Optimizer, stepper: Stepper, note: Callable[[str], None]) -> None:
+def adopt(
+    optimizer: torch.optim.Optimizer, stepper: Stepper | OwnStepper, note: Callable[[str], None]
+) -> None:
     """Make `optimizer.step()` the stepper's: the object stays, its class becomes a subclass.
 
     A scheduler built earlier has left a `step` of its own on the instance, which calls the old class's; it is
@@ -94,7 +99,8 @@ def adopt(optimizer: torch.optim.Optimizer, stepper: Stepper, note: Callable[[st
     }
     wrapped = optimizer.__dict__.pop("step", None)
     optimizer.__class__ = type(cls.__name__, (_Adopted, cls), members)
-    optimizer.state.clear()
+    if stepper.travels:
+        optimizer.state.clear()
     if wrapped is not None:
         new_step = optimizer.step
 

@@ -13,7 +13,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
+from shoal.codecs import Coding, dtype_of, wide
 from shoal.config import Config
+from shoal.ema import bytes_of
 from shoal.launcher import FAILED, FINISHED
 from shoal.partition import ITEMSIZE, Chunk, Plan
 from shoal.probe import Seen, look
@@ -31,10 +33,13 @@ class Need:
     """What one member holds, in bytes; ``elements`` counts its parameters'.
 
     Attributes:
+        parameters: values; a server's masters and moving averages too, where there are any.
         optimizer: state after a step in which every parameter had a gradient.
         gradients: a worker's own; or the shares that a server keeps, one of each worker at the most.
-        copies: a worker's slots, those of sparse tables aside, which hold a step's rows only; or what a
-            server's exchange with other server groups starts from.
+        copies: a worker's slots, those of sparse tables aside, which hold a step's rows only; with
+            ``wire_dtype`` also what it last had, and what encoding has cut off. Of a server: what each group
+            was last sent, where that is not the values themselves, and what its exchange with other server
+            groups starts from.
     """
 
     elements: int
@@ -56,27 +61,35 @@ def of_server(prepared: Prepared, config: Config, server: Member) -> Need:
     wide = config.cluster.server_dtype == "float32"
     chunks = prepared.plan.chunks_of(server.index)
     trained = [chunk for chunk in chunks if chunk.buffer is None]
+    averages = 0 if prepared.ema is None else sum(bytes_of(chunk) for chunk in trained)
+    masters = sum(c.size * 4 for c in trained if updated_in(c, wide) != c.dtype)
     followed = [chunk for chunk in chunks if topology.synchronised and chunk.master != server.group]
+    groups, coding = len(topology.worker_groups_of(server.group)), Coding.of(config.cluster)
+    alone = groups == 1 and prepared.plan.server_groups == 1
+    sent = [chunk for chunk in chunks if not chunk.row and (coding.applies(chunk) or not alone)]
     return Need(
         elements=sum(chunk.size for chunk in trained),
-        parameters=_bytes(trained) + sum(c.size * 4 for c in trained if updated_in(c, wide) != c.dtype),
+        parameters=_bytes(trained) + masters + averages,
         buffers=_bytes(chunk for chunk in chunks if chunk.buffer is not None),
         optimizer=sum(_state(prepared, chunk, config) for chunk in trained),
         gradients=_bytes(chunks) * len(topology.workers_of(server)),
-        copies=_bytes(followed),
+        copies=_bytes(followed) + _bytes(sent) * groups,
     )
 
 
-def of_worker(prepared: Prepared) -> Need:
+def of_worker(prepared: Prepared, config: Config) -> Need:
     """What a worker needs, its activations aside."""
     plan, groups = prepared.plan, [g for o in prepared.optimizers for g in o.param_groups]
+    coding = Coding.of(config.cluster)
+    coded = [chunk for chunk in plan.chunks if coding.applies(chunk)]
+    cut_off = 2 * sum(c.size * wide(dtype_of(c)).itemsize for c in coded) if coding.feedback else 0
     return Need(
         elements=sum(parameter.numel for parameter in plan.parameters),
         parameters=sum(parameter.nbytes for parameter in plan.parameters),
         buffers=sum(buffer.numel * ITEMSIZE[buffer.dtype] for buffer in plan.buffers),
         optimizer=0,
         gradients=sum(t.nbytes for t in {t for g in groups for t in g["params"]} if t.requires_grad),
-        copies=_bytes(chunk for chunk in plan.chunks if not chunk.row),
+        copies=_bytes(chunk for chunk in plan.chunks if not chunk.row) + _bytes(coded) + cut_off,
     )
 
 
@@ -112,10 +125,10 @@ def report(prepared: Prepared, config: Config) -> str:
     """What everyone owns and needs, for people: lines of plain text."""
     topology = Topology.of(config.cluster)
     head = "", "elements", "parameters", "buffers", "optimizer"
-    servers: list[tuple[str, ...]] = [(*head, "shares ≤", "exchange", "together ≤")]
+    servers: list[tuple[str, ...]] = [(*head, "shares ≤", "copies", "together ≤")]
     servers += [_row(server, of_server(prepared, config, server)) for server in topology.servers]
-    workers: list[tuple[str, ...]] = [(*head, "gradients", "slots", "together")]
-    workers += [_row(worker, of_worker(prepared)) for worker in topology.workers]
+    workers: list[tuple[str, ...]] = [(*head, "gradients", "copies", "together")]
+    workers += [_row(worker, of_worker(prepared, config)) for worker in topology.workers]
     besides = "Python and PyTorch themselves come on top, in each process, and a worker's activations."
     return "\n\n".join([table(servers), table(workers), besides, table(_places(prepared.plan))])
 

@@ -1,4 +1,4 @@
-"""The command line: ``shoal run``, ``shoal validate``, ``shoal doctor``.
+"""The command line: ``shoal run``, ``shoal validate``, ``shoal doctor``, ``shoal secret``.
 
 Nothing here imports torch, so that a mistake is told, and the fork server started, at once.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -18,8 +18,9 @@ from shoal import __version__, topology
 from shoal.config import Config, load
 from shoal.config.schema import CLASS
 from shoal.errors import ConfigError, Mistake
-from shoal.launcher import CONFIGURATION
-from shoal.rundir import RunDir, taken
+from shoal.launcher import CONFIGURATION, environment
+from shoal.launcher.environment import Place
+from shoal.rundir import RunDir, fresh, taken
 from shoal.schedule import Schedules, misfits
 
 app = typer.Typer(
@@ -47,8 +48,18 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
+        if (place := _place()) is not None:
+            from shoal.launcher import torchrun
+
+            torchrun.refuse(place, error)
         typer.echo(str(error), err=True)
         raise SystemExit(CONFIGURATION) from None
+
+
+def _place() -> Place | None:
+    """Which of torchrun's processes this is; None if torchrun has not started it."""
+    place = environment.place()
+    return place if place is not None and place.job else None
 
 
 def _version(wanted: bool) -> None:
@@ -82,13 +93,22 @@ def run(
         Path | None, typer.Option(help="Keep to the order in this folder: the run is repeated bit for bit.")
     ] = None,
 ) -> None:
-    """Trains a script on this machine."""
+    """Trains a script on this machine; started by torchrun, it is one process of those that train it."""
     overrides = [*(settings or ()), *([f"seed={seed}"] if seed is not None else ())]
-    config = _checked(cluster, overrides, script, run_dir, allow_optimizer or [])
+    place = _place()
+    new = None if place else run_dir  # torchrun's ranks find it made by the first, or by an attempt before
+    config = _checked(cluster, overrides, script, new, allow_optimizer or [])
+    if place is not None:
+        if record_schedule or replay_schedule:
+            expected = "has its order kept by `shoal run` alone, not by torchrun"
+            raise ConfigError([Mistake("schedule", str(record_schedule or replay_schedule), expected)])
+        from shoal.launcher import torchrun
+
+        torchrun.run(place, config, script, context.args, run_dir)
     schedules = _schedules(config, record_schedule, replay_schedule)
     from shoal.launcher.local import Job, launch
 
-    directory = RunDir.create(run_dir or _directory(config))
+    directory = RunDir.create(run_dir or fresh(config.cluster.workspace))
     raise typer.Exit(launch(Job(config, script, tuple(context.args), directory, schedules)))
 
 
@@ -124,6 +144,22 @@ def doctor(
     if not Path(script).is_file():
         raise ConfigError([_no_script(script)])
     _look("doctor", script, *context.args)
+
+
+@app.command()
+def secret(
+    path: Annotated[Path | None, typer.Argument(metavar="FILE", help="Where to; must not exist.")] = None,
+) -> None:
+    """Makes the secret that locks the wires between machines; every machine needs a copy of it."""
+    path = path or environment.secret_file()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    except OSError as error:
+        expected = f"must be a new file that can be written ({error.strerror})"
+        raise ConfigError([Mistake("FILE", str(path), expected)]) from None
+    typer.echo(f"{path}: copy it to every machine, where nobody else can read it")
 
 
 def _look(module: str, *arguments: str) -> NoReturn:
@@ -172,8 +208,3 @@ def _schedules(config: Config, record: Path | None, replay: Path | None) -> Sche
     if found:
         raise ConfigError(found)
     return schedules
-
-
-def _directory(config: Config) -> Path:
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    return Path(config.cluster.workspace or ".") / "runs" / name

@@ -16,7 +16,7 @@ from shoal.parameters import as_bytes, dtype_name, from_bytes
 from shoal.site import Membership, OneProcess, Site, wait_for
 from shoal.topology import Member
 
-CALLS = "gather, mean or barrier"
+CALLS = "gather, mean, barrier or a SyncBatchNorm's forward"
 
 
 class Collectives:
@@ -24,7 +24,7 @@ class Collectives:
 
     def __init__(self, membership: Membership, site: Site) -> None:
         self._m, self._site = membership, site
-        self._rank, self._size = membership.member.index, membership.topology.workers_per_group
+        self._rank, self.size = membership.member.index, membership.topology.workers_per_group
         self._store: dist.Store | None = None
         self._calls = 0
 
@@ -42,21 +42,40 @@ class Collectives:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's default process group, over this group's workers (Gloo); made at its first use."""
-        if isinstance(self._site, OneProcess) and self._size > 1:
+        """torch's default process group, over this group's workers; made at its first use."""
+        if isinstance(self._site, OneProcess) and self.size > 1:
             raise UsageError(
                 "workers that are threads have no process group of torch's",
                 remedy="use run.mean and run.gather, or run the script with shoal run",
             )
         if not dist.is_initialized():
             store = dist.PrefixStore(f"gloo/{self._m.member.group}/{self._m.incarnation}", self._meeting())
-            timeout = timedelta(seconds=self._m.config.timeouts.values)
             dist.init_process_group(
-                "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timeout
+                **self._backend(store),
+                store=store,
+                rank=self._rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self._m.config.timeouts.values),
             )
         group = dist.group.WORLD
         assert group is not None
         return group
+
+    def _backend(self, store: dist.Store) -> dict[str, Any]:
+        """Gloo; beside it NCCL for tensors on GPUs, which refuses workers that share one."""
+        gpu = self._m.device
+        own = gpu.type == "cuda" and dist.is_nccl_available()
+        name = str(torch.cuda.get_device_properties(gpu).uuid) if own else "none"  # the same on all machines
+        store.set(f"gpu/{self._rank}", name)
+        if not own:
+            return {"backend": "gloo"}
+        found = set()
+        for rank in range(self.size):
+            what = f"{Member('worker', self._m.member.group, rank)}, which has not called {CALLS}"
+            found.add(wait_for(store, f"gpu/{rank}", self._m, "values", what, self._site.check).decode())
+        if len(found) < self.size or "none" in found:
+            return {"backend": "gloo"}
+        return {"backend": "cpu:gloo,cuda:nccl", "device_id": gpu}
 
     def _meeting(self) -> dist.Store:
         self._store = self._store or self._site.store()
@@ -64,18 +83,18 @@ class Collectives:
 
     def _exchange(self, content: bytes) -> list[bytes]:
         """Every worker's bytes, in the order of ranks."""
-        if self._size == 1:
+        if self.size == 1:
             return [content]
-        if not isinstance(self._site, OneProcess):
+        if self._site.gloo:
             return self._exchange_by_gloo(content)
         self._calls += 1
-        keys = [f"gather/{self._m.member.group}/{self._calls}/{rank}" for rank in range(self._size)]
+        keys = [f"gather/{self._m.member.group}/{self._calls}/{rank}" for rank in range(self.size)]
         store = self._meeting()
         store.set(keys[self._rank], content.hex())
         found = []
         for rank, key in enumerate(keys):
             what = f"{Member('worker', self._m.member.group, rank)}, which has not called {CALLS}"
-            found.append(wait_for(store, key, self._m, "values", what, self._site))
+            found.append(wait_for(store, key, self._m, "values", what, self._site.check))
         return [bytes.fromhex(content.decode()) for content in found]
 
     def _exchange_by_gloo(self, content: bytes) -> list[bytes]:
@@ -93,12 +112,12 @@ class Collectives:
             ) from error
 
     def _gathered(self, group: dist.ProcessGroup, content: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
+        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(found, padded, group=group)
         return [bytes(as_bytes(part[: int(size)])) for part, size in zip(found, sizes, strict=True)]
 

@@ -9,12 +9,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from shoal.errors import UsageError
+from shoal.leases import Tenant
 from shoal.options import check_sampler, checked, is_stream, settings_of, sizes_of
 from shoal.sampling import Place
 from shoal.sources import Indexed, Source
 from shoal.streams import Streamed
 
-__all__ = ["Loader", "Place", "make_loader"]
+__all__ = ["Loader", "Place", "make_loader", "make_part"]
 
 
 def _never() -> bool:
@@ -28,6 +29,7 @@ def make_loader(
     on_batch: Callable[[int], None],
     stopped: Callable[[], bool] = _never,
     agree: Callable[[bool], bool] | None = None,
+    tenant: Tenant | None = None,
     **keywords: Any,
 ) -> Loader:
     """One worker's loader.
@@ -43,47 +45,88 @@ def make_loader(
             It must answer all workers of a group alike.
         agree: needed for a sharded stream where a group has several workers; told whether this worker has one
             more batch, says whether any worker of its group has. Every worker of the group calls it.
+        tenant: how the loader comes by its batches, where groups lease them; None: they are dealt.
         keywords: DataLoader's, for a dataset. ``batch_size`` (default 1) is per worker: a number, or numbers
             by rank in the group, as in ``{0: 16, 1: 128}``. ``shuffle`` is True by default; a stream comes in
             its own order. What a ``sampler`` gives for an epoch is drawn alike on all workers and then dealt;
             the batches of a ``batch_sampler`` are dealt whole: each is one worker's batch. Both must end. And
-            ``sharded=True``: each worker's stream is its own part already.
+            ``sharded=True``: each worker's stream is its own part already. ``leased=False``: this loader's
+            samples are dealt also where groups lease others.
 
     Raises:
         UsageError: what cannot be dealt, keywords that do not exist or exclude each other.
     """
     sharded = bool(keywords.pop("sharded", False))
+    if not keywords.pop("leased", True):
+        tenant = None
     if isinstance(data, DataLoader):
         dataset, options = data.dataset, settings_of(data, keywords)
     else:
         dataset, options = data, checked(keywords)
-    source, size = _source(dataset, place, options, agree, sharded)
+    source, size = _source(dataset, place, options, agree, sharded, tenant)
     return Loader(dataset, source, place, size, on_batch, stopped)
 
 
+def make_part(data: Any, place: Place, batch_size: int | None = None) -> Source:
+    """One worker's batches of data that are gone through once: those of weight 0 do not count.
+
+    Every sample is in one worker's batch, in the order of the data; of a DataLoader, what its sampler gives.
+
+    Args:
+        data: as for make_loader.
+        batch_size: samples in a batch of this worker, 1 by default; not with a DataLoader, which has its own.
+
+    Raises:
+        UsageError: as make_loader.
+    """
+    if isinstance(data, Loader):
+        raise UsageError(
+            "the batches of a loader of run.loader are dealt to workers already",
+            remedy="Give its dataset, or the DataLoader that it was made from.",
+        )
+    keywords = {} if batch_size is None else {"batch_size": batch_size}
+    if isinstance(data, DataLoader):
+        dataset, options = data.dataset, settings_of(data, keywords)
+    else:
+        dataset, options = data, checked(keywords)
+    return _source(dataset, place, {**options, "shuffle": False, "drop_last": False}, None, False, None)[0]
+
+
 def _source(
-    dataset: Any, place: Place, options: dict[str, Any], agree: Callable[[bool], bool] | None, sharded: bool
+    dataset: Any,
+    place: Place,
+    options: dict[str, Any],
+    agree: Callable[[bool], bool] | None,
+    sharded: bool,
+    tenant: Tenant | None,
 ) -> tuple[Source, int | None]:
     """Where the batches come from, and the samples in one."""
     sampler = options.get("batch_sampler", options.get("sampler"))
     if is_stream(dataset, sampler):
+        if tenant is not None:
+            raise UsageError(
+                f"a {type(dataset).__name__}, a stream, has no blocks that groups could lease (cluster.data)",
+                remedy="Use data: dealt, or leased=False for this loader, or a dataset with indices.",
+            )
         return _stream(dataset, place, options, agree, sharded)
     if sharded:
         raise UsageError(
             f"sharded=True for a {type(dataset).__name__}, which has indices",
             remedy="Leave it out and give every worker the whole dataset: its samples are dealt.",
         )
-    return _indexed(dataset, place, options, sampler)
+    return _indexed(dataset, place, options, sampler, tenant)
 
 
-def _indexed(dataset: Any, place: Place, options: dict[str, Any], sampler: Any) -> tuple[Source, int | None]:
+def _indexed(
+    dataset: Any, place: Place, options: dict[str, Any], sampler: Any, tenant: Tenant | None
+) -> tuple[Source, int | None]:
     if sampler is not None:
         check_sampler(sampler)
     whole = "batch_sampler" in options
     sizes = sizes_of(options.pop("batch_size", 1), place.workers)
     options.setdefault("shuffle", sampler is None)
     options.setdefault("drop_last", False)
-    return Indexed(dataset, place, sizes, options), None if whole else sizes[place.rank]
+    return Indexed(dataset, place, sizes, options, tenant), None if whole else sizes[place.rank]
 
 
 def _stream(
@@ -112,7 +155,8 @@ class Loader:
 
     Each iteration is one epoch; one left by ``break`` is over, and the next iteration is the next epoch. All
     workers of a group have the same number of batches. With fewer samples than workers some repeat a sample
-    that does not count; with fewer than groups, or none, some groups have no batches.
+    that does not count; with fewer than groups, or none, some groups have no batches. Where groups lease
+    their batches, each has as many as it comes to take.
 
     Attributes:
         dataset: what the samples come from.
@@ -140,11 +184,13 @@ class Loader:
         """Batches of this worker in the present epoch.
 
         Raises:
-            TypeError: a stream of unknown length.
+            TypeError: a stream of unknown length, or leased data.
         """
         length = self._source.length(self.epoch)
         if length is None:
-            raise TypeError(f"nobody knows the length of a {type(self.dataset).__name__}, a stream")
+            kind = type(self.dataset).__name__
+            why = "batches are leased" if self._source.leased else "a stream"
+            raise TypeError(f"nobody knows the length of a {kind}, {why}")
         return length
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,6 +213,10 @@ class Loader:
             raise self._empty()
         return self._epochs()
 
+    def _leasable(self) -> bool:
+        """Whether other groups may have taken all of this epoch, and this one may get some of the next."""
+        return self._source.leased and self._source.length(self.epoch) != 0
+
     def _empty(self) -> UsageError:
         place = self._place
         return UsageError(
@@ -178,7 +228,7 @@ class Loader:
         mine = self._open()
         try:
             while not (yield from self._rest(mine)):
-                if not self.position:
+                if not (self.position or self._leasable()):
                     raise self._empty()
                 self._next_epoch()
         finally:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.launcher import FAILED, FINISHED
-from shoal.parameters import named_models, plain_name
+from shoal.models import named_models, plain_name
 from shoal.probe import Seen, look
 from shoal.training import Prepared
 from shoal.updater import is_elementwise
@@ -51,7 +51,7 @@ class Doctor:
             for name, parameter in model.named_parameters():
                 self._names.setdefault(parameter, prefix + plain_name(name))
             for module in model.modules():
-                if isinstance(module, _BatchNorm):
+                if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
                     module.register_forward_pre_hook(self._normalised)
         self._look_at(prepared)
         for optimizer in prepared.optimizers:
@@ -141,7 +141,8 @@ class Doctor:
         if self._smallest <= TINY:
             self.findings.append(
                 f"Batch norm saw a batch of {self._smallest}: its statistics are each worker's own, however "
-                "many workers there are. Use a larger batch_size, or GroupNorm."
+                "many workers there are. Use a larger batch_size, GroupNorm, or SyncBatchNorm, which takes "
+                "them over the worker group."
             )
         if self._most > 1:
             self.findings.append(

@@ -82,6 +82,10 @@ class ParameterEdited(ShoalError):
     """A parameter was changed by someone else than its server."""
 
 
+class MissedWait(ShoalError):
+    """With overlap=True: a parameter or buffer was used before its new values were in place."""
+
+
 class NonFiniteGradients(ShoalError):
     """Too many rounds in a row were skipped for infinite or missing numbers."""
 

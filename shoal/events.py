@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,23 @@ class Events:
     Args:
         path: the file; ``None`` writes nothing.
         member: the member's name, such as ``worker 1.0``.
+        tell: called with each event, by the thread that writes it.
     """
 
-    def __init__(self, path: Path | None, member: str) -> None:
-        self._member = member
+    def __init__(
+        self, path: Path | None, member: str, tell: Callable[[Event], None] = lambda event: None
+    ) -> None:
+        self._member, self._tell = member, tell
         self._lock = threading.Lock()
         # Unbuffered: a line is one write, so a reader sees it at once and a fork copies no half line.
         self._file = path.open("ab", buffering=0) if path else None
 
     def write(self, event: str, **fields: object) -> None:
         """Appends one event; infinite and missing numbers become ``null``. Any thread may call it."""
+        record = {"time": time.time(), "member": self._member, "event": event, **fields}
+        self._tell(record)
         if self._file is None:
             return
-        record = {"time": time.time(), "member": self._member, "event": event, **fields}
         line = msgspec.json.encode(record) + b"\n"
         with self._lock:
             self._file.write(line)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.codecs import EXACT, Coded, Coding
 from shoal.config import Timeouts
 from shoal.errors import WaitTimeout
+from shoal.feedback import Copies, Residuals
+from shoal.leases import Ask, Block
 from shoal.parameters import codec_of, frames_of
 from shoal.partition import Chunk, Plan
 from shoal.rows import Content
@@ -15,7 +18,7 @@ from shoal.topology import Member, Topology
 from shoal.transport import Post, Token
 from shoal.updater import Settings
 from shoal.waiting import Outcome, Wait, Waiter
-from shoal.wire import Commit, Frame, Hello, Init, Kind, Leave, Norm, State
+from shoal.wire import Commit, Frame, Hello, Init, Kind, Lease, Leave, Norm, Pull, State
 
 
 @dataclass
@@ -39,7 +42,8 @@ class Exchange:
     Args:
         post: its letters.
         plan: what is exchanged.
-        check: called while waiting; raises when something else in this process has failed.
+        check: see Waiter.
+        coding: how gradients and values are encoded.
     """
 
     def __init__(
@@ -49,7 +53,8 @@ class Exchange:
         post: Post,
         plan: Plan,
         timeouts: Timeouts,
-        check: Callable[[], None],
+        check: Callable[[float], None],
+        coding: Coding = EXACT,
     ) -> None:
         self.member = member
         self.plan = plan
@@ -59,12 +64,15 @@ class Exchange:
         post.plan = plan.digest
         self._servers = [server.name for server in topology.servers_of(member)]
         self._numbers: Counter[int] = Counter()
-        self._slots: dict[int, Content] = {}
+        self._sent: dict[int, Content | Coded] = {}
+        self._residuals = Residuals(coding)
+        self._decided: dict[int, Decision] = {}
         self._tokens: dict[int, Token] = {}
         self._totals: Counter[str] = Counter()
         self._questions = self._pulls = self._loops = self._edits = 0
         self._commits: dict[tuple[str, int], Commit] = {}
-        self._waiter = Waiter(member, post, plan, timeouts, self.server_of, check, self._resend)
+        copies = Copies(coding)
+        self._waiter = Waiter(member, post, plan, timeouts, self.server_of, check, self._resend, copies)
 
     @property
     def pushed(self) -> int:
@@ -119,12 +127,16 @@ class Exchange:
         """The chunks that belong to an optimizer."""
         return (chunk for chunk in self.plan.chunks if chunk.optimizer == optimizer)
 
-    def share(self, chunk: Chunk, slot: Content) -> None:
-        """Push the gradient in the slot; the slot belongs to the wire until the chunk's values arrive."""
+    def share(self, chunk: Chunk, slot: Content, touched: Collection[int] = ()) -> None:
+        """Push the gradient in the slot; the slot belongs to the wire until the chunk's values arrive.
+
+        Args:
+            touched: pieces of the chunk that have a gradient.
+        """
         number = chunk.number
         self._numbers[number] += 1
         self._totals[self.server_of(number)] += 1
-        self._slots[number] = slot
+        self._sent[number] = self._residuals.encode(chunk, slot, touched)
         self._send_share(chunk)
 
     def _send_share(self, chunk: Chunk) -> None:
@@ -132,13 +144,13 @@ class Exchange:
         self._tokens[number] = self._post.send(
             self.server_of(number),
             Kind.SHARE,
-            frames=frames_of(self._slots[number]),
+            frames=frames_of(self._sent[number]),
             group=self.member.group,
             step=self.steps[chunk.optimizer] + 1,
             number=self._numbers[number],
             chunk=number,
             base=self._waiter.version[number],
-            codec=codec_of(self._slots[number]),
+            codec=codec_of(self._sent[number]),
             dtype=chunk.dtype,
         )
 
@@ -181,6 +193,7 @@ class Exchange:
 
     def commit(self, optimizer: int, decision: Decision) -> None:
         """Tell every server of the group what this step is."""
+        self._decided[optimizer] = decision
         for position, (server, chunks) in enumerate(self._by_server(optimizer).items()):
             body = Commit(
                 optimizer,
@@ -198,6 +211,10 @@ class Exchange:
             )
             self._commits[server, optimizer] = body
             self._send_commit(server, optimizer)
+        chunks = {chunk.number for chunk in self.chunks_of(optimizer)}
+        self._waiter.opened[optimizer] = Wait(
+            "new values", "values", optimizer, self.steps[optimizer] + 1, chunks
+        )
 
     def _send_commit(self, server: str, optimizer: int) -> None:
         body, step = self._commits[server, optimizer], self.steps[optimizer] + 1
@@ -211,13 +228,26 @@ class Exchange:
             self.resent += 1
             self._send_share(self.plan.chunks[chunk])
 
-    def wait(self, optimizer: int) -> Outcome:
-        """Wait for the new values of all chunks of the optimizer; the step is then over."""
-        step = self.steps[optimizer] + 1
-        chunks = {chunk.number for chunk in self.chunks_of(optimizer)}
-        wait = Wait("new values", "values", optimizer, step, chunks)
+    def taken(self, optimizer: int) -> int:
+        """The last committed step of an optimizer; its values may still be on their way."""
+        return self.steps[optimizer] + (optimizer in self._waiter.opened)
+
+    def wait(self, optimizer: int, chunks: Collection[int] | None = None) -> Outcome:
+        """Wait for the new values of all chunks of the optimizer; the committed step is then over.
+
+        Args:
+            chunks: wait for these only, and the step is not over yet.
+        """
+        wait = self._waiter.opened[optimizer]
+        if chunks is not None:
+            self._waiter.until(wait, lambda: wait.chunks.isdisjoint(chunks))
+            return wait.outcome
         self._waiter.until(wait, lambda: not wait.chunks)
-        self.steps[optimizer] = step
+        del self._waiter.opened[optimizer]
+        self.steps[optimizer] = wait.step
+        decision = self._decided.pop(optimizer)
+        counted = () if wait.outcome.skipped else decision.counts
+        self._residuals.settle((chunk.number for chunk in self.chunks_of(optimizer)), counted, decision.scale)
         return wait.outcome
 
     def _by_server(self, optimizer: int) -> dict[str, set[int]]:
@@ -228,15 +258,19 @@ class Exchange:
 
     # Between steps, and the end.
 
-    def pull(self, present: bool = False, late: str = "") -> Outcome:
-        """All chunks' values: the group's own, or the server group's present ones; `late` as in join()."""
+    def pull(self, asked: Pull | None = None, late: str = "") -> Outcome:
+        """All chunks' values: the group's own, or what is `asked` of the server group's present ones.
+
+        Args:
+            late: as in join().
+        """
         self._pulls += 1
-        number = self._pulls if present else -self._pulls  # so that no older answer is taken for this one's
+        number = -self._pulls if asked is None else self._pulls  # no older answer is taken for this one's
         for server in self._servers:
-            self._post.send(server, Kind.PULL, number=number, group=self.member.group)
+            self._post.send(server, Kind.PULL, asked, number=number, group=self.member.group)
         chunks = {chunk.number for chunk in self.plan.chunks}
         what, timeout = (late, "finish") if late else ("all values", "values")
-        wait = Wait(what, timeout, chunks=chunks, number=number)
+        wait = Wait(what, timeout, chunks=chunks, number=number, asked=asked)
         self._waiter.until(wait, lambda: not wait.chunks)
         return wait.outcome
 
@@ -272,6 +306,26 @@ class Exchange:
         for server in servers:
             send(server)
         self._waiter.until(wait, lambda: wait.stored >= edited.keys())
+
+    def request(self, ask: Ask) -> None:
+        """Ask server 0 for a block of leased data, unless that was asked; the answer may come at any wait."""
+        if ask not in self._waiter.blocks:
+            self._waiter.blocks[ask] = None
+            self._send_ask(ask)
+
+    def _send_ask(self, ask: Ask) -> None:
+        self._post.send(self._servers[0], Kind.LEASE, Lease(ask), group=self.member.group)
+
+    def block(self, ask: Ask) -> Block:
+        """The block of leased data that a batch of the group is in; waits for it."""
+        self.request(ask)
+        blocks = self._waiter.blocks
+        wait = Wait("the next block of leased data", "values", peers={self._servers[0]})
+        wait.again = lambda server: self._send_ask(ask)
+        while (block := blocks[ask]) is None:
+            self._waiter.until(wait, lambda: blocks[ask] is not None)
+        del blocks[ask]
+        return block
 
     def settle(self) -> None:
         """After leave(): wait until all groups have left and their updates are everywhere."""

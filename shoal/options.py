@@ -13,6 +13,7 @@ from shoal.errors import UsageError
 from shoal.sources import parts_of
 
 _KEYWORDS = tuple(name for name in signature(DataLoader).parameters if name != "dataset")
+_OURS = ("sharded", "leased")
 _DEFAULTS = {"batch_size": 1, "drop_last": False}
 
 
@@ -39,12 +40,12 @@ def checked(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a user, with defaults."""
     for name in keywords:
         if name not in _KEYWORDS:
-            near = get_close_matches(name, (*_KEYWORDS, "sharded"), 1)
+            near = get_close_matches(name, (*_KEYWORDS, *_OURS), 1)
             raise UsageError(
                 f"the loader has no keyword {name!r}",
                 remedy=f"Did you mean {near[0]}?"
                 if near
-                else f"Choose from {', '.join(_KEYWORDS)}, sharded.",
+                else f"Choose from {', '.join((*_KEYWORDS, *_OURS))}.",
             )
     samplers = ("sampler", "batch_sampler")
     options = {name: value for name, value in keywords.items() if value is not None or name not in samplers}

@@ -1,18 +1,31 @@
-"""A model as the plan sees it: names, flat bytes, slots."""
+"""A model's values as the wire sees them: flat bytes, and slots."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ProtocolError, UsageError
-from shoal.partition import ITEMSIZE, Buffer, Chunk, Parameter, Plan
-from shoal.rows import Content, Rows, no_rows, numbers_of, refuse_max_norm, rows_of, tables_of
+from shoal.codecs import CODECS, Coded, decoded, dtype_of, encodable
+from shoal.errors import ProtocolError
+from shoal.partition import ITEMSIZE, Chunk, Plan
+from shoal.rows import Content, Rows, no_rows, numbers_of, rows_of
+from shoal.staging import Stage
 from shoal.wire import Frame
+
+ALIGNED = 64  # bytes at whose multiples the room for a chunk starts
+
+Allocate = Callable[[int], Tensor]
+"""Gives zeroed memory (uint8) of so many bytes; a transport's is memory that peers may read in place."""
+
+
+def private(nbytes: int) -> Tensor:
+    """Memory that no other member sees."""
+    return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -22,10 +35,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
+    return memoryview(_raw(tensor).numpy())  # type: ignore[arg-type]
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor (flat, uint8), without a copy."""
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    if flat.stride(0) != 1:  # one element is contiguous with any stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def from_bytes(frame: Frame, dtype: str) -> Tensor:
@@ -48,22 +68,28 @@ def checked(frames: Sequence[Frame], chunk: Chunk, sender: str) -> Tensor:
     return from_bytes(frames[0], chunk.dtype)
 
 
-def frames_of(content: Content) -> list[Frame]:
+def frames_of(content: Content | Coded) -> list[Frame]:
     """The raw frames of what travels of a chunk; of rows their numbers first."""
     if isinstance(content, Rows):
         return [as_bytes(content.index), as_bytes(content.values)]
+    if isinstance(content, Coded):
+        return [as_bytes(part) for part in content.parts]
     return [as_bytes(content)]
 
 
-def codec_of(content: Content | None) -> str:
+def codec_of(content: Content | Coded | None) -> str:
     """What the header says of those frames."""
+    if isinstance(content, Coded):
+        return content.codec
     return "rows" if isinstance(content, Rows) else "raw"
 
 
 def received(frames: Sequence[Frame], codec: str, chunk: Chunk, sender: str) -> Content:
     """What `frames_of` made, checked against the plan; raises ProtocolError for anything else."""
-    if codec != "rows":
+    if codec == "raw":
         return checked(frames, chunk, sender)
+    if codec != "rows":
+        return _read(frames, codec, chunk, sender)
     sizes = [memoryview(frame).nbytes for frame in frames]
     count = sizes[0] // 8 if sizes else 0
     if not chunk.row or sizes != [count * 8, count * chunk.row * ITEMSIZE[chunk.dtype]]:
@@ -77,6 +103,21 @@ def received(frames: Sequence[Frame], codec: str, chunk: Chunk, sender: str) -> 
             f"{sender} sent rows of chunk {chunk.number}, which has {chunk.rows}, whose numbers do not ascend"
         )
     return Rows(index, values.view(count, chunk.row))
+
+
+def _read(frames: Sequence[Frame], codec: str, chunk: Chunk, sender: str) -> Tensor:
+    """What an encoded message amounts to (flat, float32 or wider)."""
+    if codec not in CODECS or not encodable(chunk, CODECS[codec]):
+        raise ProtocolError(f"{sender} sent chunk {chunk.number} as {codec[:40]}, which does not fit it")
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    layout = CODECS[codec].layout(chunk.size, dtype_of(chunk), sizes[0] if sizes else 0)
+    if sizes != [count * kind.itemsize for kind, count in layout]:
+        raise ProtocolError(f"{sender} sent frames of {sizes} bytes for chunk {chunk.number} in {codec}")
+    parts = (from_bytes(frame, dtype_name(kind)) for frame, (kind, _) in zip(frames, layout, strict=True))
+    try:
+        return decoded(Coded(codec, tuple(parts)), chunk)
+    except IndexError as error:
+        raise ProtocolError(f"{sender} sent of chunk {chunk.number} the {error}") from None
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -99,128 +140,30 @@ class BufferAt(NamedTuple):
         return getattr(self.module, self.key)  # type: ignore[no-any-return]
 
 
-WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Modules of torch that exchange gradients or parameters themselves."""
-
-
-def refuse_wrappers(models: Sequence[nn.Module]) -> None:
-    """Raise UsageError for a model that torch's own data parallelism has taken over, in whole or in part."""
-    for module in (module for model in models for module in model.modules()):
-        for cls in type(module).__mro__:
-            if cls.__name__ in WRAPPERS and cls.__module__.startswith("torch."):
-                raise UsageError(
-                    f"the model contains a {cls.__name__}, which would exchange gradients a second time",
-                    remedy="Shoal takes the plain model: "
-                    + ("leave out fully_shard" if cls.__name__ == "FSDPModule" else "pass model.module"),
-                )
-
-
-class Described(NamedTuple):
-    """Models and optimizers as the plan's input, beside the tensors it is about."""
-
-    parameters: tuple[Parameter, ...]
-    tensors: tuple[Tensor, ...]
-    buffers: tuple[Buffer, ...]
-    places: tuple[BufferAt, ...]
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile puts into it."""
-    return name.replace("_orig_mod.", "")
-
-
-def named_models(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Each model with the prefix of its names: none for a single model, "0.", "1.", … for several."""
-    for position, model in enumerate(models):
-        yield (f"{position}." if len(models) > 1 else ""), model
-
-
-def describe(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], whole: Sequence[bool]
-) -> Described:
-    """List what the optimizers train and the models carry along, in the order of the models.
-
-    Args:
-        whole: for each optimizer, whether it must see whole parameters.
-
-    Raises:
-        UsageError: for a parameter in two optimizers, an uninitialised one, or none at all.
-        ParameterEdited: for a lookup with max_norm.
-    """
-    owners, tables = _owners(optimizers), tables_of(models)
-    refuse_max_norm(models, tuple(owners))
-    names: dict[Tensor, str] = {}
-    for prefix, model in named_models(models):
-        for name, parameter in model.named_parameters():
-            names.setdefault(parameter, prefix + plain_name(name))
-            if nn.parameter.is_lazy(parameter):
-                raise UsageError(
-                    f"{names[parameter]} has no shape yet",
-                    remedy="run one forward pass before prepare() to materialise it",
-                )
-    ordered = [t for t in names if t in owners] + [t for t in owners if t not in names]
-    if not any(t.requires_grad and t.numel() for t in ordered):
-        raise UsageError(
-            "the optimizers have no parameter to train",
-            remedy="prepare the optimizer that holds the model's parameters, and let them require gradients",
-        )
-    for count, tensor in enumerate(owners):
-        if tensor not in names:
-            names[tensor] = f"optimizer.{count}"
-    parameters = []
-    for tensor in ordered:
-        optimizer, settings = owners[tensor]
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        kind = whole[optimizer], tables.get(tensor, 0)
-        parameters.append(Parameter(names[tensor], shape, dtype, optimizer, settings, *kind))
-    buffers, places = _buffers(models, owners)
-    return Described(tuple(parameters), tuple(ordered), buffers, places)
-
-
-def _owners(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, tuple[int, int]]:
-    """Parameter → (optimizer, param group)."""
-    owners: dict[Tensor, tuple[int, int]] = {}
-    for number, optimizer in enumerate(optimizers):
-        for settings, group in enumerate(optimizer.param_groups):
-            for tensor in group["params"]:
-                if owners.setdefault(tensor, (number, settings))[0] != number:
-                    raise UsageError(
-                        f"a parameter of shape {tuple(tensor.shape)} is in two optimizers",
-                        remedy="give each parameter to one optimizer",
-                    )
-    return owners
-
-
-def _buffers(
-    models: Sequence[nn.Module], owners: dict[Tensor, tuple[int, int]]
-) -> tuple[tuple[Buffer, ...], tuple[BufferAt, ...]]:
-    """Every buffer once; it travels with the optimizer of its model's first parameter."""
-    buffers, places, seen = [], [], set()
-    for prefix, model in named_models(models):
-        optimizer = next((owners[p][0] for p in model.parameters() if p in owners), 0)
-        for path, module in model.named_modules():
-            for key, buffer in (*module._buffers.items(), *module._parameters.items()):
-                if buffer is None or buffer in seen or buffer in owners:
-                    continue
-                seen.add(buffer)
-                name = prefix + plain_name(f"{path}.{key}" if path else key)
-                buffers.append(Buffer(name, tuple(buffer.shape), dtype_name(buffer.dtype), optimizer))
-                places.append(BufferAt(module, key))
-    return tuple(buffers), tuple(places)
-
-
 class Replica:
     """A worker's copy of the model, and one slot per chunk.
 
     A slot takes a chunk's gradient from the hook, the only copy there; then it belongs to the wire until the
     chunk's new values arrive. A table's takes no room: it is replaced by the rows of each gradient.
+
+    Args:
+        stage: what copies between the slots and GPUs, and says when that is done.
     """
 
-    def __init__(self, plan: Plan, tensors: Sequence[Tensor], places: Sequence[BufferAt]) -> None:
-        self.plan = plan
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Sequence[Tensor],
+        places: Sequence[BufferAt],
+        allocate: Allocate = private,
+        stage: Stage | None = None,
+    ) -> None:
+        self.plan, self.stage = plan, stage
         self.tensors = tuple(tensors)
         self.places = tuple(places)
-        self.slots = [_slot(chunk) for chunk in plan.chunks]
+        self._homes: dict[int, Tensor | None] = {}
+        flat = laid_out([chunk for chunk in plan.chunks if not chunk.row], allocate)
+        self.slots = [flat.get(c.number, no_rows(c.row, dtype_of(c))) for c in plan.chunks]
 
     def piece(self, chunk: Chunk, index: int) -> Tensor:
         """The slot's part for one piece of the chunk, flat; of a table's, the rows it holds."""
@@ -237,14 +180,48 @@ class Replica:
             return
         slot = self.piece(chunk, index)
         if gradient is None:
+            if self.stage is not None:
+                self.stage.copied(chunk.number, wait=True)
             slot.zero_()
+        elif gradient is not self._homes.get(piece.parameter):
+            self._take(chunk, slot, gradient.detach().reshape(-1)[piece.start : piece.stop])
+
+    def _take(self, chunk: Chunk, slot: Tensor, source: Tensor) -> None:
+        if self.stage is None:
+            slot.copy_(source)
         else:
-            slot.copy_(gradient.detach().reshape(-1)[piece.start : piece.stop])
+            self.stage.down(chunk.number, slot, source)
+
+    def house(self, parameter: int) -> None:
+        """Move a parameter's gradient into its slots, where these lie side by side: it is kept only once.
+
+        The caller sees to it that nothing in these slots is still wanted.
+        """
+        if not self._homes:
+            places = pieces_of(self.plan.chunks, len(self.tensors))
+            self._homes = {number: self._home(number, there) for number, there in enumerate(places)}
+        home, tensor = self._homes[parameter], self.tensors[parameter]
+        if home is not None and tensor.grad is not None and tensor.grad is not home:
+            tensor.grad = home.copy_(tensor.grad)
+
+    def _home(self, parameter: int, places: Sequence[tuple[Chunk, int]]) -> Tensor | None:
+        """The slots of a parameter as one tensor of its shape, with a version counter of its own."""
+        tensor = self.tensors[parameter]
+        if not places or not tensor.is_contiguous() or any(chunk.row for chunk, _ in places):
+            return None
+        ordered = sorted(places, key=lambda place: place[0].pieces[place[1]].start)
+        parts = [self.piece(*place) for place in ordered]
+        ends = [part.data_ptr() + part.nbytes for part in parts]
+        if [part.data_ptr() for part in parts[1:]] != ends[:-1] or tensor.device.type != "cpu":
+            return None
+        first = parts[0]
+        return first.as_strided((tensor.numel(),), (1,), first.storage_offset()).view(tensor.shape).data
 
     def fill_buffer(self, chunk: Chunk) -> None:
         """Copy a buffer as it is now into its slot."""
         assert chunk.buffer is not None
-        numbers_of(self.slots[chunk.number]).copy_(self.places[chunk.buffer].tensor.detach().reshape(-1))
+        source = self.places[chunk.buffer].tensor.detach().reshape(-1)
+        self._take(chunk, numbers_of(self.slots[chunk.number]), source)
 
     def holds(self, chunk: Chunk, index: int, gradient: Tensor) -> bool:
         """Whether the slot has every bit of a gradient."""
@@ -276,20 +253,36 @@ class Replica:
         if chunk.buffer is not None:
             target = self.places[chunk.buffer].tensor
             target = into[target] if into else target
-            target.copy_(values.view(target.shape))
+            self._give(target, values.view(target.shape))
             return
         for piece in chunk.pieces:
             tensor = self.tensors[piece.parameter]
             tensor = into[tensor] if into else tensor
             part = values[piece.at : piece.at + piece.stop - piece.start]
             if piece.stop - piece.start == tensor.numel():
-                tensor.copy_(part.view(tensor.shape))
+                self._give(tensor, part.view(tensor.shape))
             elif tensor.is_contiguous():
-                tensor.view(-1)[piece.start : piece.stop].copy_(part)
+                self._give(tensor.view(-1)[piece.start : piece.stop], part)
             else:  # a strided parameter has no flat view to write through
                 flat = tensor.reshape(-1)
                 flat[piece.start : piece.stop] = part.to(flat.device)
                 tensor.copy_(flat.view(tensor.shape))
+
+    def _give(self, target: Tensor, values: Tensor) -> None:
+        if self.stage is None:
+            target.copy_(values)
+        else:
+            self.stage.up(target, values)
+
+    def settle(self) -> None:
+        """Wait until nothing reads any more what `install` was given; its memory may then be written to."""
+        if self.stage is not None:
+            self.stage.settle()
+
+    def close(self) -> None:
+        """Let go of memory that was page-locked for GPUs."""
+        if self.stage is not None:
+            self.stage.close()
 
     def build(self, values: Mapping[int, Content]) -> dict[Tensor, Tensor]:
         """Copies of the model's tensors that hold other values (chunk → flat); the model stays as it is."""
@@ -297,6 +290,7 @@ class Replica:
         copies = {tensor: tensor.detach().clone() for tensor in ours}
         for number, flat in values.items():
             self.install(self.plan.chunks[number], flat, copies)
+        self.settle()
         return copies
 
     def snapshot(self) -> dict[int, Tensor]:
@@ -311,14 +305,18 @@ class Replica:
         return value
 
 
-def _slot(chunk: Chunk) -> Content:
-    dtype: torch.dtype = getattr(torch, chunk.dtype)
-    return no_rows(chunk.row, dtype) if chunk.row else torch.zeros(chunk.size, dtype=dtype)
+def laid_out(chunks: Sequence[Chunk], allocate: Allocate) -> dict[int, Tensor]:
+    """Room for the values of chunks (number → flat zeros), in one piece of memory."""
+    starts = list(accumulate((-(-chunk.nbytes // ALIGNED) * ALIGNED for chunk in chunks), initial=0))
+    memory = allocate(starts[-1])
+    return {
+        chunk.number: memory[start : start + chunk.nbytes].view(dtype_of(chunk))
+        for chunk, start in zip(chunks, starts, strict=False)
+    }
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    a, b = a.detach().contiguous().cpu(), b.contiguous()
-    return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+    return torch.equal(_raw(a.contiguous().cpu()), _raw(b.contiguous()))
 
 
 def pieces_of(chunks: Iterable[Chunk], parameters: int) -> list[list[tuple[Chunk, int]]]:

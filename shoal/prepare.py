@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import cmath
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.arrivals import Arrivals, Watch, thorough
 from shoal.batch import Batch
-from shoal.errors import GradientEdited, NonFiniteGradients, ParameterEdited
+from shoal.errors import GradientEdited, NonFiniteGradients
 from shoal.exchange import Decision, Exchange
-from shoal.parameters import Replica, fingerprint, pieces_of
+from shoal.parameters import Replica, pieces_of
 from shoal.partition import Chunk
 from shoal.rows import check_layout, mark_of, numbers_of
 from shoal.updater import assign_settings, settings_of
 from shoal.waiting import Outcome
+
+CLIP_LAST = (
+    "clip with run.clip_grad_norm_(max_norm), the last thing before optimizer.step(); p.grad is this "
+    "worker's own gradient, and it leaves during backward"
+)
 
 SKIPS = 100
 """Rounds in a row that may be skipped for infinite or missing numbers."""
@@ -54,7 +61,7 @@ class _Progress:
 
     Attributes:
         ready: pieces whose gradient a hook has copied into the slot.
-        left: the share is on its way; the slot belongs to the wire.
+        left: the share is on its way, if only to the slot, which belongs to the wire.
         again: a hook fired after that.
         seen: piece → address and version counter of the gradient that was copied.
     """
@@ -73,7 +80,15 @@ class Stepper:
         number: which optimizer of the plan this is.
         workers: how many workers the group has.
         loop: the training loop around it.
+
+    Attributes:
+        arrivals: the new values, from the commit until they are in the model.
+        at_once: the chunks whose new values `step()` waits for; None = for all.
+        stop: the group has been told to end its loop.
+        travels: the optimizer's state is with the servers.
     """
+
+    travels = True
 
     def __init__(
         self,
@@ -85,6 +100,8 @@ class Stepper:
         loop: Loop,
     ) -> None:
         self.number, self.staleness = number, 0
+        self.at_once: Collection[int] | None = None
+        self.stop = False
         self._optimizer, self._replica, self._exchange = optimizer, replica, exchange
         self._workers, self._loop, self._batch = workers, loop, loop.batch
         self._chunks = list(exchange.chunks_of(number))
@@ -95,22 +112,32 @@ class Stepper:
         self._clipped = False
         self._coefficient = 1.0
         self._scale = 1.0
-        self._skipped_in_a_row = 0
-        self._installed: dict[int, tuple[int, int]] = {}
-        self._fingerprints: dict[int, int] = {}
-        self._buffers: list[tuple[int, ...]] = []
-        for index, pieces in enumerate(self._pieces):
-            tensor = replica.tensors[index]
-            if pieces and tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-        self._begin()
+        self._skips = Skips(optimizer, exchange.member.name, loop)
+        trained = [index for index, pieces in enumerate(self._pieces) if pieces]
+        self._watch = Watch(replica, trained, exchange.member.name)
+        self.arrivals = Arrivals(number, exchange, replica, self._watch)
+        self._unheard = set(trained)
+        self._listen()
+        self.remember(exchange.begin_step(number))
+
+    def _listen(self) -> None:
+        """Put a hook on each parameter that requires a gradient by now; it may have been frozen before."""
+        for index in [i for i in self._unheard if self._replica.tensors[i].requires_grad]:
+            hook = self._hook(index)
+            self._replica.tensors[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._unheard.discard(index)
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(tensor: Tensor) -> None:
             for chunk, piece in self._pieces[index]:
+                if chunk.number in self.arrivals.missing:
+                    raise self.arrivals.missed(index)
                 self._ready(chunk, piece, tensor)
+            if self._batch.held and self.at_once is None:  # with overlap the slots may be in use
+                self._replica.house(index)
 
-        return on_gradient
+        stage = self._replica.stage
+        return on_gradient if stage is None else stage.between(on_gradient)
 
     # During backward.
 
@@ -137,30 +164,50 @@ class Stepper:
             self._progress[chunk.number].seen[piece] = mark_of(gradient)
 
     def _push(self, chunk: Chunk) -> None:
-        progress, slot = self._progress[chunk.number], self._replica.slots[chunk.number]
+        """Have the chunk sent as soon as its gradients are in the slot."""
+        progress, stage = self._progress[chunk.number], self._replica.stage
         progress.left, progress.again = True, False
-        progress.finite = chunk.buffer is not None or _finite(numbers_of(slot))
-        self._exchange.share(chunk, slot)
+        if stage is None:
+            self._send(chunk)
+        else:
+            stage.once_copied(chunk.number, partial(self._send, chunk))
+
+    def _send(self, chunk: Chunk) -> None:
+        self.arrivals.receive()  # no share leaves before all values of the step before are here
+        progress, slot = self._progress[chunk.number], self._replica.slots[chunk.number]
+        progress.finite = chunk.buffer is not None or finite(numbers_of(slot))
+        self._exchange.share(chunk, slot, progress.seen)
 
     # At step().
 
     def step(self, scaler: Any = None) -> None:
-        """Commit what this step is, wait for the new values, install them."""
-        self._check_parameters()
-        self._scale = _loss_scale(scaler, self._optimizer)
+        """Commit what this step is; wait for the new values, or with overlap leave that to who needs them."""
+        self.arrivals.check_gradients()
+        self.complete()
+        self._watch.check(self._step)
+        self._scale = loss_scale(scaler, self._optimizer)
         decision = self._decide(compare=scaler is not None)
         decision.clip = self._coefficient
         settings = settings_of(self._optimizer)
         decision.settings = settings if settings != self._settings else None
         decision.cursor, decision.stop = self._loop.cursor(), self._loop.stop_asked
+        self._replica.settle()  # with this commit servers may write where the last values came from
         self._exchange.commit(self.number, decision)
         self._settings = settings
-        outcome = self._exchange.wait(self.number)
-        self._install(outcome)
-        self._judge(outcome, scaler)
-        self._batch.stepped()
+        self.arrivals.expect()
         self._begin()
+        if self.at_once is None or scaler is not None:  # a scaler wants to know now whether the step counted
+            self._take(self.arrivals.complete(checked=True), scaler)
+        else:
+            self.arrivals.install(self.at_once, checked=True)
+            self.arrivals.release()
+        self._loop.stopping |= self.stop  # here only, at one step by all workers of the group
+        self._batch.stepped()
         self._loop.stepped()
+
+    def complete(self) -> None:
+        """Have all new values in the model."""
+        self._take(self.arrivals.complete())
 
     def forgive(self) -> None:
         """Chunks that once left too early may leave during backward again."""
@@ -172,7 +219,8 @@ class Stepper:
 
     def clip_grad_norm_(self, max_norm: float, scaler: Any = None) -> float:
         """Clip the group's averaged gradient to `max_norm`; returns its norm before clipping."""
-        self._scale, self._clipped = _loss_scale(scaler, self._optimizer), False
+        self.arrivals.receive()
+        self._scale, self._clipped = loss_scale(scaler, self._optimizer), False
         norm = self._exchange.norm(self.number, self._decide(compare=scaler is not None))
         self._coefficient = min(1.0, max_norm / (norm + 1e-6)) if norm == norm else 1.0
         self._clipped = True
@@ -181,7 +229,8 @@ class Stepper:
     def _decide(self, compare: bool = False) -> Decision:
         """Push what has not left, and say which shares count."""
         decision = Decision(set(), {}, self._batch.weight, scale=self._scale)
-        compare = compare or self._thorough(self._exchange.steps[self.number] + 1)
+        compare = compare or thorough(self._step)
+        self._flush()
         for chunk in self._chunks:
             if chunk.buffer is not None:
                 if self._push_buffer(chunk):
@@ -193,11 +242,17 @@ class Stepper:
             if not self._up_to_date(chunk, gradients, compare):
                 self._push_late(chunk, gradients)
             decision.counts.add(chunk.number)
-            decision.finite &= self._progress[chunk.number].finite
             if any(g is None for g in gradients):  # `in` would ask each tensor whether it equals None
                 touched = tuple(i for i, g in enumerate(gradients) if g is not None)
                 decision.touched[chunk.number] = touched
+        self._flush()
+        decision.finite = all(self._progress[number].finite for number in decision.counts)
         return decision
+
+    def _flush(self) -> None:
+        """Send what still waits for its gradients to be in the slot."""
+        if self._replica.stage is not None:
+            self._replica.stage.look(wait=True)
 
     def _up_to_date(self, chunk: Chunk, gradients: list[Tensor | None], compare: bool) -> bool:
         """Whether the share that has left holds the present gradients; raises for an edited one."""
@@ -209,9 +264,9 @@ class Stepper:
             if gradient is None:
                 fresh &= piece not in progress.seen  # dropped after its push: it counts as zero
                 continue
-            same = progress.seen.get(piece) == mark_of(gradient)
-            if compare:
-                same = self._replica.holds(chunk, piece, gradient)
+            same = not compare and progress.seen.get(piece) == mark_of(gradient)
+            # Gradients that are views of one tensor count changes together; only bytes tell whose it was.
+            same = same or self._replica.holds(chunk, piece, gradient)
             edited = not same and (self._workers > 1 or self._clipped)
             if edited and numbers_of(gradient).any():  # zeros are zero_grad's
                 when = "after clipping" if self._clipped else "after it was pushed to the servers"
@@ -233,10 +288,9 @@ class Stepper:
         """Push a buffer that changed since the last step."""
         assert chunk.buffer is not None
         progress = self._progress[chunk.number]
-        tensor = self._replica.places[chunk.buffer].tensor
         if progress.left:
             return True
-        if self._batch.weight == 0 or self._buffers[chunk.buffer] == _mark(tensor):
+        if self._batch.weight == 0 or not self._watch.changed(chunk.buffer):
             return False
         self._replica.fill_buffer(chunk)
         self._push(chunk)
@@ -244,76 +298,51 @@ class Stepper:
 
     # The new values.
 
-    def _install(self, outcome: Outcome) -> None:
-        for number, values in outcome.values.items():
-            if values is not None:
-                self._replica.install(self._replica.plan.chunks[number], values)
+    def _take(self, outcome: Outcome | None, scaler: Any = None) -> None:
+        """Take in what came with a step's values; None = nothing new."""
+        if outcome is None:
+            return
         if outcome.settings is not None:
             assign_settings(self._optimizer, outcome.settings)
             self._loop.note(
                 "this worker's hyperparameters differed from its group's worker 0's and were set to them"
             )
         self.staleness = outcome.staleness
-        self._loop.stopping |= outcome.stop
-
-    def _judge(self, outcome: Outcome, scaler: Any) -> None:
-        """Count skipped rounds, and let a GradScaler know what the group found."""
-        step = self._exchange.steps[self.number]
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if outcome.skipped else 0
-        if scaler is not None:
-            found = torch.full((), float(outcome.skipped), device=scaler._scale.device)
-            scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"] = {found.device: found}
-        if outcome.skipped and scaler is None:
-            self._loop.note("a gradient was not finite; the group skips such steps and counts them")
-        if self._skipped_in_a_row >= SKIPS:
-            raise NonFiniteGradients(
-                f"the last {SKIPS} steps of the group were skipped, because a gradient was not finite",
-                member=self._exchange.member.name,
-                step=step,
-                remedy="lower the learning rate, clip with run.clip_grad_norm_, or look for log(0) and 0/0",
-            )
+        self.stop |= outcome.stop
+        self._skips.judge(outcome.skipped, self._exchange.steps[self.number], scaler)
 
     def _begin(self) -> None:
         """Get ready for the next step."""
-        step = self._exchange.begin_step(self.number)
+        self._listen()
         for progress in self._progress.values():
             progress.ready.clear()
             progress.seen.clear()
             progress.left = progress.again = False
             progress.finite = True
         self._clipped, self._coefficient = False, 1.0
-        self.remember(step)
 
-    def remember(self, step: int) -> None:
-        """Note the model as it is now, to notice what changes before `step`, and by whose hand."""
-        self._buffers = [_mark(place.tensor) for place in self._replica.places]
-        self._fingerprints.clear()
-        for index, pieces in enumerate(self._pieces):
-            if pieces:
-                tensor = self._replica.tensors[index]
-                self._installed[index] = (tensor.data_ptr(), tensor._version)
-                if self._thorough(step):
-                    self._fingerprints[index] = fingerprint(tensor)
+    @property
+    def broken(self) -> bool:
+        """A wait for new values has failed."""
+        return self.arrivals.broken
 
-    def _check_parameters(self) -> None:
-        for index, known in self._installed.items():
-            tensor = self._replica.tensors[index]
-            edited = known != (tensor.data_ptr(), tensor._version)
-            if not edited and index in self._fingerprints:
-                edited = self._fingerprints[index] != fingerprint(tensor)
-            if edited:
-                raise ParameterEdited(
-                    f"parameter {self._replica.plan.parameters[index].name} was changed by the script; "
-                    "its values are the servers', who would undo the change",
-                    member=self._exchange.member.name,
-                    step=self._exchange.steps[self.number] + 1,
-                    remedy="change parameters inside `with run.edit():`, or let an optimizer do it",
-                )
+    @property
+    def _step(self) -> int:
+        """The step in progress."""
+        return self._exchange.taken(self.number) + 1
 
-    @staticmethod
-    def _thorough(step: int) -> bool:
-        """Version counters miss edits through .data: these steps compare bytes as well."""
-        return step <= 3 or step % 100 == 0
+    def pending(self) -> set[int]:
+        """Numbers of the buffers that have changed since the last step, and that the next one pushes."""
+        return {number for number in range(len(self._replica.places)) if self._watch.changed(number)}
+
+    def remember(self, step: int, pending: Collection[int] = ()) -> None:
+        """Note the model as it is now, to notice what changes before `step`, and by whose hand.
+
+        Args:
+            pending: buffers that count as changed all the same.
+        """
+        self._watch.remember(step)
+        self._watch.pend(pending)
 
     def _name(self, chunk: Chunk, piece: int) -> str:
         return self._replica.plan.parameters[chunk.pieces[piece].parameter].name
@@ -322,13 +351,36 @@ class Stepper:
         return GradientEdited(
             f"the gradient of {name} was changed {when}",
             member=self._exchange.member.name,
-            step=self._exchange.steps[self.number] + 1,
-            remedy="clip with run.clip_grad_norm_(max_norm), the last thing before optimizer.step(); "
-            "p.grad is this worker's own gradient, and it leaves during backward",
+            step=self._step,
+            remedy=CLIP_LAST,
         )
 
 
-def _loss_scale(scaler: Any, optimizer: torch.optim.Optimizer) -> float:
+class Skips:
+    """Counts the steps in a row that an optimizer's group has skipped, and tells those who have to know."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, member: str, loop: Loop) -> None:
+        self._optimizer, self._member, self._loop = optimizer, member, loop
+        self._in_a_row = 0
+
+    def judge(self, skipped: bool, step: int, scaler: Any) -> None:
+        """The group has skipped a step, or not; a GradScaler is told what the group found."""
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if scaler is not None:
+            found = torch.full((), float(skipped), device=scaler._scale.device)
+            scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"] = {found.device: found}
+        if skipped and scaler is None:
+            self._loop.note("a gradient was not finite; the group skips such steps and counts them")
+        if self._in_a_row >= SKIPS:
+            raise NonFiniteGradients(
+                f"the last {SKIPS} steps of the group were skipped, because a gradient was not finite",
+                member=self._member,
+                step=step,
+                remedy="lower the learning rate, clip with run.clip_grad_norm_, or look for log(0) and 0/0",
+            )
+
+
+def loss_scale(scaler: Any, optimizer: torch.optim.Optimizer) -> float:
     """The factor that the gradients still carry."""
     if scaler is None or not scaler.is_enabled():
         return 1.0
@@ -336,14 +388,7 @@ def _loss_scale(scaler: Any, optimizer: torch.optim.Optimizer) -> float:
     return 1.0 if stage.name == "UNSCALED" else float(scaler.get_scale())
 
 
-def _mark(buffer: Tensor) -> tuple[int, ...]:
-    """Tells whether a buffer was written to; by its bytes too, as batch norm's kernels count no versions."""
-    version = buffer.data_ptr(), buffer._version
-    counted = isinstance(buffer, torch.nn.Parameter) or not buffer.is_floating_point()
-    return version if counted else (*version, fingerprint(buffer))
-
-
-def _finite(values: Tensor) -> bool:
+def finite(values: Tensor) -> bool:
     """Whether all values are finite; the sum is the cheap test, and right unless it overflows."""
     if not (values.is_floating_point() or values.is_complex()):
         return True

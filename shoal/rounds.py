@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,44 +14,26 @@ from shoal import acts
 from shoal.acts import Action
 from shoal.admission import Admission
 from shoal.asynchrony import Correction
+from shoal.codecs import Coded
 from shoal.errors import ProtocolError, ShoalError
 from shoal.ledger import Life
 from shoal.parameters import checked, codec_of, frames_of, received
 from shoal.partition import Chunk, Plan
+from shoal.present import Present
 from shoal.rows import Content, Rows, average_rows, edited_rows
 from shoal.shard import Shard, average, merge, squared_norm
+from shoal.snapshots import Snapshot, Snapshots
 from shoal.sync import Sync
 from shoal.topology import Member
 from shoal.transport import Post
 from shoal.updater import Settings
-from shoal.wire import Commit, Kind, Message, Missing, Norm, NormAnswer, Values
-
-
-@dataclass
-class Snapshot:
-    """The bytes of a chunk that every worker of a group gets for a step.
-
-    Attributes:
-        revision: lsn of the chunk's last change when it was taken.
-        values: all of them, or of a table the rows that have changed since the group's last snapshot.
-        news: whether the group has not been sent these bytes before.
-        stop: the group is to end its loop after this step.
-    """
-
-    reply: acts.Reply
-    version: int
-    revision: int
-    values: Content
-    news: bool
-    stop: bool
+from shoal.wire import Commit, Kind, Message, Missing, Norm, NormAnswer, Pull, Values
 
 
 class Rounds:
     """The rounds of one server, from messages to updates and replies.
 
     Args:
-        alone: one worker group, and no other server group: the shard itself may then be sent, because
-            nothing changes it before every worker has it.
         peers: names of the servers that this one synchronises with.
 
     Attributes:
@@ -68,8 +49,7 @@ class Rounds:
         sync: Sync,
         post: Post,
         settings: tuple[Settings, ...],
-        *,
-        alone: bool,
+        snapshots: Snapshots,
         peers: Sequence[str] = (),
     ) -> None:
         self.admission, self.shard, self.sync = admission, shard, sync
@@ -77,12 +57,12 @@ class Rounds:
         self.begin_followers: Callable[[], None] = lambda: None
         self.staleness: Counter[int] = Counter()
         self.cursors: dict[str, tuple[int, ...]] = {}
-        self._plan, self._post, self._alone = plan, post, alone
+        self._plan, self._post, self._snapshots = plan, post, snapshots
+        self._present = Present(shard, snapshots.alone)
         self._start = settings
         self._payloads: dict[tuple[int, int, int], Content] = {}
         self._commits: dict[tuple[int, int], dict[int, Commit]] = {}
         self._settings: dict[tuple[int, int, int], Settings] = {}
-        self._snapshots: dict[tuple[int, int], Snapshot] = {}
         self._questions: dict[tuple[int, int], tuple[Life, int]] = {}
         self._norms: dict[Life, tuple[int, float]] = {}
         self._peers = tuple(peers)
@@ -153,14 +133,14 @@ class Rounds:
         life, number = life_of(message), header.number
         for chunk in self.shard.chunks if header.chunk < 0 else (self.chunk(message),):
             if number > 0:
-                values = self.shard.values(chunk.number).clone()
+                values = self._present.of(life.group, chunk.number, message.body(Pull))
                 self._send_values(header.sender, chunk.number, values, Values(), number=number)
             elif self.admission.cold(life.group):
                 self._cold[life.group, life.rank] = number
             elif number < 0:
                 self._answer(chunk.number, life.group, life.rank, number)
             else:
-                self._admit(acts.Pull(life, chunk.number, header.step))
+                self._admit(acts.Pull(life, chunk.number, header.step, whole=header.base < 0))
         if self.admission.cold(life.group):
             self._tell(acts.Tell(life.group, life.rank, header.step, (), (0,)))
 
@@ -189,15 +169,10 @@ class Rounds:
 
     def _edit_chunk(self, message: Message, chunk: Chunk) -> None:
         edited = checked(message.frames, chunk, message.header.sender)
-        values = self.shard.values(chunk.number)
-        snapshot = self._snapshots.get((chunk.number, life_of(message).group))
+        snapshot = self._snapshots.last(chunk.number, life_of(message).group)
         if snapshot is None:
             raise ProtocolError(f"{message.header.sender} changes chunk {chunk.number}, which it never had")
-        known = snapshot.values
-        assert isinstance(known, Tensor)
-        self.shard.assign(chunk.number, edited if torch.equal(values, known) else values + (edited - known))
-        if not self._alone:
-            known.copy_(edited)
+        self.shard.assign(chunk.number, self._snapshots.edit(snapshot, edited))
 
     def _edit_rows(self, message: Message, chunk: Chunk) -> None:
         sender, frames = message.header.sender, message.frames
@@ -220,7 +195,8 @@ class Rounds:
     def end_loop(self) -> None:
         """All groups have left and flushed: a group that asks now gets this end, whatever others begin."""
         self._loop, self._stopping = self._loop + 1, False
-        for chunk, group in list(self._snapshots):
+        for chunk, group in self._snapshots:
+            self._present.forget(group)
             self._snapshot(self._standing(chunk, group), whole=True)
 
     def _standing(self, chunk: int, group: int) -> acts.Reply:
@@ -249,8 +225,8 @@ class Rounds:
                 self._apply(action)
             case acts.Reply():
                 self._reply(action)
-            case acts.Answer(chunk, group, rank, _):
-                self._answer(chunk, group, rank)
+            case acts.Answer(chunk, group, rank, _, whole):
+                self._answer(chunk, group, rank, whole=whole)
             case acts.Release(group, rank, chunk):
                 self._payloads.pop((group, rank, chunk), None)
             case acts.Measure():
@@ -288,10 +264,10 @@ class Rounds:
                 gradient = gradient * (1 / commit.scale)
             if commit.clip != 1:
                 gradient = gradient * commit.clip
-            if isinstance(gradient, Tensor) and self.correction.compensation and not self._alone:
-                now, then = self.shard.values(rule.chunk), self._snapshots[rule.chunk, rule.group].values
-                assert isinstance(then, Tensor)  # alone, nothing has moved
-                gradient = self.correction.gradient(gradient, now, then)
+            last = self._snapshots.last(rule.chunk, rule.group)
+            if isinstance(gradient, Tensor) and last is not None and not self._snapshots.alone:
+                assert isinstance(last.known, Tensor)  # only a table's gradient is rows, and its values
+                gradient = self.correction.gradient(gradient, self.shard.values(rule.chunk), last.known)
             settings = self._settings.get((*key, 0), self._start[chunk.optimizer])
             settings = self.correction.settings(settings, action.staleness)
             self.shard.step(rule.chunk, gradient, rule.touched, settings)
@@ -321,42 +297,34 @@ class Rounds:
     # Replies.
 
     def _reply(self, reply: acts.Reply) -> None:
+        self._present.forget(reply.group)
         snapshot = self._snapshot(reply)
         for rank in range(self.admission.workers(reply.group)):
             self._send_snapshot(snapshot, rank, resend=False)
 
     def _snapshot(self, reply: acts.Reply, whole: bool = False) -> Snapshot:
-        """What the group gets from now on; all of a table only if `whole`, for who has none of it."""
-        key, revision = (reply.chunk, reply.group), self.shard.revision[reply.chunk]
-        last = self._snapshots.get(key)
-        values: Content = self.shard.values(reply.chunk)
-        news = last is None or last.revision != revision
-        if last is not None and self._plan.chunks[reply.chunk].row and not whole:
-            values = self.shard.news(reply.chunk, last.revision)
-        elif isinstance(values, Tensor) and not self._alone:
-            # The group has all of the last snapshot, or this round could not have closed: reuse its memory.
-            known = last.values if last is not None and news else None
-            values = known.copy_(values) if isinstance(known, Tensor) else values.clone()
-        version = self.admission.version(reply.chunk)
-        snapshot = Snapshot(reply, version, revision, values, news, self._stopping)
-        self._snapshots[key] = snapshot
-        return snapshot
+        """What the group gets from now on; `whole`: all values, for who may have none of them."""
+        return self._snapshots.take(reply, self.admission.version(reply.chunk), self._stopping, whole)
 
-    def _answer(self, chunk: int, group: int, rank: int, number: int = 0) -> None:
-        snapshot = self._snapshots.get((chunk, group))
-        if snapshot is None or (number and isinstance(snapshot.values, Rows)):
+    def _answer(self, chunk: int, group: int, rank: int, number: int = 0, whole: bool = False) -> None:
+        snapshot = self._snapshots.last(chunk, group)
+        if snapshot is None or (number and not isinstance(snapshot.sent, Tensor)):
             snapshot = self._snapshot(self._standing(chunk, group), whole=True)
-        self._send_snapshot(snapshot, rank, resend=True, number=number)
+        self._send_snapshot(snapshot, rank, resend=True, number=number, whole=whole)
 
-    def _send_snapshot(self, snapshot: Snapshot, rank: int, resend: bool, number: int = 0) -> None:
-        reply = snapshot.reply
+    def _send_snapshot(
+        self, snapshot: Snapshot, rank: int, resend: bool, number: int = 0, whole: bool = False
+    ) -> None:
+        """Send a worker its group's snapshot; `whole`: all of its values, though it is a difference."""
+        reply, sent, base = snapshot.reply, snapshot.sent, snapshot.base
+        if whole:
+            sent, base = snapshot.known, 0
         settings = self._settings_for(reply, rank)
-        body = Values(reply.skipped, reply.staleness, settings, snapshot.stop)
-        values = snapshot.values if snapshot.news or resend else None
+        body = Values(reply.skipped, reply.staleness, settings, snapshot.stop, snapshot.edition, base)
         self._send_values(
             _worker(reply.group, rank),
             reply.chunk,
-            values,
+            sent if snapshot.news or resend else None,
             body,
             group=reply.group,
             step=reply.step,
@@ -366,7 +334,7 @@ class Rounds:
         )
 
     def _send_values(
-        self, peer: str, chunk: int, values: Content | None, body: Values, **fields: int
+        self, peer: str, chunk: int, values: Content | Coded | None, body: Values, **fields: int
     ) -> None:
         fields.setdefault("version", self.admission.version(chunk))
         fields.setdefault("lsn", self.shard.revision[chunk])

@@ -17,6 +17,7 @@ from shoal.batch import Hold
 from shoal.data import Loader, make_loader
 from shoal.errors import UsageError
 from shoal.events import Events
+from shoal.leases import Tenant
 from shoal.sampling import Place
 from shoal.site import Membership, Site
 from shoal.training import Training
@@ -67,15 +68,13 @@ class Run:
 
     @property
     def local_rank(self) -> int:
-        """This worker's number on its machine; `rank`, as long as a run has one machine."""
-        return self.rank
+        """This worker's number on its machine; `rank`, where a run has one machine."""
+        return self.rank if self._m.local_rank is None else self._m.local_rank
 
     @property
     def device(self) -> torch.device:
-        """Where this worker's model belongs: a GPU of its own if there are any, else the CPU."""
-        if torch.cuda.is_available():
-            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
-        return torch.device("cpu")
+        """Where this worker's model belongs: a GPU, shared where there are fewer than workers; or the CPU."""
+        return self._m.device
 
     @property
     def global_step(self) -> int:
@@ -85,27 +84,39 @@ class Run:
     # Training.
 
     @overload
-    def prepare(self, first: _T, /) -> _T: ...
+    def prepare(self, first: _T, /, *, ema: float | None = None, overlap: bool = False) -> _T: ...
     @overload
-    def prepare(self, first: _T, second: _U, /) -> tuple[_T, _U]: ...
+    def prepare(
+        self, first: _T, second: _U, /, *, ema: float | None = None, overlap: bool = False
+    ) -> tuple[_T, _U]: ...
     @overload
-    def prepare(self, first: _T, second: _U, third: _V, /) -> tuple[_T, _U, _V]: ...
+    def prepare(
+        self, first: _T, second: _U, third: _V, /, *, ema: float | None = None, overlap: bool = False
+    ) -> tuple[_T, _U, _V]: ...
     @overload
-    def prepare(self, *objects: Any) -> Any: ...
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, ema: float | None = None, overlap: bool = False) -> Any: ...
+    def prepare(self, *objects: Any, ema: float | None = None, overlap: bool = False) -> Any:
         """Hand models and optimizers to the servers; the same objects come back, in the same order.
 
         From here on `optimizer.step()` pushes this worker's gradients and returns when the servers' new
         values are in the model. Worker 0.0's values and optimizer state are everyone's start. Each `p.grad`
         stays this worker's own gradient, not the group's average.
 
+        Args:
+            objects: models, optimizers, and what else shall come back.
+            ema: servers keep an exponential moving average of the parameters as well, with this decay (0 to
+                below 1): ema ← decay · ema + (1 − decay) · value after every round. `evaluate`, `save`,
+                `save_best` and `state_dict` give it with ema=True.
+            overlap: `optimizer.step()` returns at once; new values are written into a model when its modules'
+                next forwards begin, and at `wait()` and whatever else looks at the model.
+
         Raises:
-            UsageError: no optimizer, no trainable parameter, or a second call.
+            UsageError: no optimizer, no trainable parameter, an impossible decay, or a second call.
             OptimizerRefused: an optimizer that servers cannot run.
-            ModelMismatch: names, shapes or dtypes differ from worker 0.0's.
+            ModelMismatch: names, shapes, dtypes or the decay differ from worker 0.0's.
             WaitTimeout: the servers do not answer within timeouts.start.
         """
-        self._training.prepare(objects)
+        self._training.prepare(objects, ema, overlap)
         return objects[0] if len(objects) == 1 else objects
 
     def loader(self, data: Dataset[Any] | DataLoader[Any], **keywords: Any) -> Loader:
@@ -115,6 +126,7 @@ class Run:
             data: a dataset, a stream (IterableDataset), or a DataLoader to take all settings from.
             keywords: DataLoader's; `batch_size` is per worker (a number, or numbers by rank in the group),
                 `shuffle` is True unless said otherwise. `sharded=True`: this stream is the worker's own part.
+                `leased=False`: dealt also where the block says `data: leased`.
 
         Raises:
             UsageError: for what cannot be dealt, or a sampler that would deal once more.
@@ -126,10 +138,19 @@ class Run:
             on_batch=self._training.drawn,
             stopped=lambda: self._training.stopping,
             agree=lambda more: any(self.gather(more)),
+            tenant=self._tenant(),
             **keywords,
         )
         self._training.loaders.append(loader)
         return loader
+
+    def _tenant(self) -> Tenant | None:
+        """How the next loader comes by its batches; None where each group has its fixed part."""
+        topology, training = self._m.topology, self._training
+        if self._m.config.cluster.data == "dealt" or topology.worker_groups == topology.server_groups:
+            return None
+        part = topology.server_group_of(self.group)
+        return Tenant(training.lessor, len(training.loaders), topology.server_groups, part)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Count epochs 0 … count − 1; at their end the other groups no longer wait for this worker."""
@@ -169,6 +190,14 @@ class Run:
         if not 0 <= count < float("inf"):
             raise UsageError(f"a step cannot weigh {count}", remedy="give the number of samples or tokens")
         self._training.batch.weigh(count)
+
+    def wait(self) -> None:
+        """With overlap=True: have all new values in the models, before the script itself uses parameters.
+
+        Raises:
+            WaitTimeout: the servers do not answer within timeouts.values.
+        """
+        self._training.wait()
 
     def edit(self) -> AbstractContextManager[None]:
         """A context in which the script may change parameters, between two steps (a clamp, for instance).
@@ -233,7 +262,9 @@ class Run:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """torch's default process group, made of this group's workers (Gloo), for collectives of one's own.
+        """torch's default process group, made of this group's workers, for collectives of one's own.
+
+        Gloo; for tensors on GPUs NCCL, where each worker of the group has a GPU of its own.
 
         Raises:
             UsageError: where workers are threads.
@@ -247,29 +278,78 @@ class Run:
 
     # Evaluation and files.
 
-    def evaluate(self, function: Callable[..., _T], *args: Any, **keywords: Any) -> _T:
-        """Let one worker evaluate and give the result to all; every worker of the group must call it.
+    def evaluate(
+        self,
+        function: Callable[..., _T],
+        *args: Any,
+        data: Dataset[Any] | DataLoader[Any] | None = None,
+        batch_size: int | None = None,
+        ema: bool = False,
+        **keywords: Any,
+    ) -> _T:
+        """Evaluate the model and give the result to all; every worker of the group must call it.
 
-        Inside the loop worker 0 of the group runs `function` with the server group's present values in the
-        model, and gets its group's own values back afterwards. After the loop all live groups first finish;
-        then worker 0.0 runs it once, for everyone.
+        Inside the loop models hold the server group's present values meanwhile, and afterwards what they held
+        before, in the modes (`train`, `eval`) of before. After the loop all live groups first finish; then
+        one call serves everyone. Without `data` worker 0 of the group (after the loop worker 0.0) runs
+        `function(*args, **keywords)`. With it every worker runs `function(batches, *args, **keywords)` on its
+        part of the samples, and all get the mean of what these return, weighted by their samples. Workers
+        without samples are left out; `batches.samples` counts those handed out.
+
+        Args:
+            data: a dataset, a stream, or a DataLoader, whose sampler then says which samples; each is
+                evaluated exactly once.
+            batch_size: samples per worker in a batch of a dataset; 1 unless said otherwise.
+            ema: with the moving averages of parameters, and present buffers. After the loop these are the
+                averages of worker 0.0's server group, and only workers on that group evaluate.
 
         Returns:
-            what `function(*args, **keywords)` returned: numbers, text, lists or dicts of them.
-        """
-        return self._training.evaluate(function, *args, **keywords)  # type: ignore[no-any-return]
+            what the function returned: numbers, text, lists or dicts of them. With `data` the function must
+            return means over its samples, as numbers, tensors, or lists or dicts of them; all get numbers.
 
-    def state_dict(self) -> dict[str, Tensor]:
+        Raises:
+            PeerFailed: the function failed on another worker.
+            UsageError: data that cannot be dealt or has no samples, results that have no mean, ema=True
+                without `prepare(..., ema=decay)`.
+            WaitTimeout: after timeouts.evaluate seconds.
+        """
+
+        def test(*first: Any) -> _T:
+            return function(*first, *args, **keywords)
+
+        return self._training.evaluator.evaluate(test, data, batch_size, ema)  # type: ignore[no-any-return]
+
+    def state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
         """The complete, current model by plain names, as copies; after the loop: of all groups together.
 
         Shapes and dtypes are the model's. On the main worker; elsewhere it is empty.
-        """
-        return self._training.state_dict() if self.is_main else {}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+        Args:
+            ema: parameters are the moving averages of worker 0.0's server group.
+        """
+        return self._training.files.state_dict(ema) if self.is_main else {}
+
+    def save(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write `state_dict()` to a safetensors file, whole or not at all; nothing on other workers."""
         if self.is_main:
-            self._training.save(path)
+            self._training.files.save(path, ema)
+
+    def save_best(
+        self, path: str | os.PathLike[str], metric: Any, mode: str = "max", *, ema: bool = False
+    ) -> bool:
+        """`save()` if the metric is the best of this worker's calls with this path; all workers may call it.
+
+        The first call saves, over a file of an earlier run as well. What is saved is the present model: other
+        groups may have moved it since it was evaluated.
+
+        Args:
+            metric: a number, or a tensor of one element; nan is never the best.
+            mode: "max" or "min": which metric is best.
+
+        Returns:
+            whether it is the best; where all call with the same metric, all get the same answer.
+        """
+        return self._training.files.save_best(path, metric, mode, ema, writes=self.is_main)
 
     def close(self) -> None:
         """End this worker's part; called for you when the script ends."""

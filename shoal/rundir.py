@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +34,7 @@ class RunDir:
         try:
             path.mkdir(parents=True)
             run_dir = cls(path.resolve())
-            for folder in ("events", "logs"):
-                (run_dir.path / folder).mkdir()
+            run_dir.furnish()
         except FileExistsError:
             raise ConfigError([taken(path)]) from None
         except (OSError, ValueError) as error:
@@ -41,6 +42,11 @@ class RunDir:
             expected = f"expected a directory that can be made ({reason})"
             raise ConfigError([Mistake("run directory", str(path), expected)]) from None
         return run_dir
+
+    def furnish(self) -> None:
+        """Makes the folders in it, where they are not there yet."""
+        for folder in ("events", "logs"):
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
 
     def events(self, member: Member) -> Path:
         """The member's events, one JSON object a line."""
@@ -54,6 +60,11 @@ class RunDir:
     def summary(self) -> Path:
         """The run in one JSON object, written at the end."""
         return self.path / "summary.json"
+
+
+def fresh(workspace: str | None) -> Path:
+    """A new run's directory in a workspace, or in the current folder."""
+    return Path(workspace or ".") / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def taken(path: Path) -> Mistake:

@@ -17,7 +17,7 @@ from shoal.config import Config
 from shoal.config.schema import shown
 from shoal.errors import Mistake, ScheduleMismatch, WaitTimeout
 from shoal.topology import Member
-from shoal.wire import Commit, Kind, Message
+from shoal.wire import Commit, Kind, Lease, Message
 
 VERSION = 1
 REMEDY = "replay it with the script, data, cluster block and seed that it was recorded with"
@@ -82,7 +82,7 @@ def path_of(folder: str, server: Member) -> Path:
 def entry_of(message: Message) -> Entry | None:
     """The message as a schedule knows it; None for one that changes nothing."""
     header = message.header
-    number, chunk = header.number, header.chunk
+    step, number, chunk = header.step, header.number, header.chunk
     if header.kind in NUMBERED and not number:
         return None
     match header.kind:
@@ -92,11 +92,14 @@ def entry_of(message: Message) -> Entry | None:
             number = header.sequence
         case Kind.PULL:
             chunk = -1  # who lacks an answer asks once more, for single chunks
+        case Kind.LEASE:
+            ask = message.body(Lease).ask
+            step, chunk, number = ask.position + 1, ask.loader, ask.epoch + 1
         case Kind.SHARE | Kind.NORM | Kind.LEAVE | Kind.INIT | Kind.STOP:
             pass
         case _:
             return None
-    return Entry(header.sender, header.kind.name.lower(), header.step, chunk, number, header.life)
+    return Entry(header.sender, header.kind.name.lower(), step, chunk, number, header.life)
 
 
 def read(path: Path) -> tuple[Head, list[Entry]]:

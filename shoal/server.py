@@ -14,18 +14,21 @@ from shoal import acts
 from shoal.acts import Owned
 from shoal.admission import Admission
 from shoal.asynchrony import Correction
+from shoal.codecs import Coding
 from shoal.config import Config
 from shoal.errors import ModelMismatch, PeerFailed, ProtocolError
 from shoal.events import Events
+from shoal.leases import Leases
 from shoal.parameters import as_bytes, checked
-from shoal.partition import Plan, difference, make_plan
+from shoal.partition import Plan, difference, plan_for
 from shoal.rounds import Rounds, life_of
 from shoal.schedule import UNSCHEDULED, Schedule, Schedules
 from shoal.shard import Shard
+from shoal.snapshots import Snapshots
 from shoal.sync import Sync
 from shoal.topology import Member, Topology
 from shoal.transport import Post
-from shoal.wire import VERSION, Hello, Init, Kind, Leave, Message, Refuse, Welcome
+from shoal.wire import VERSION, Hello, Init, Kept, Kind, Lease, Leave, Message, Refuse, Welcome
 
 TICK = 0.2  # seconds between looks at the clock while nothing arrives
 FIRST = Member("worker", 0, 0)
@@ -59,6 +62,7 @@ class Server:
         self._known = self._workers | self._peers | near
         self._model: Hello | None = None
         self._plan: Plan | None = None
+        self._kept: Kept | None = None
         self._hellos: dict[str, Message] = {}
         self._starting: list[str] = []
         self._early: list[Message] = []
@@ -69,10 +73,12 @@ class Server:
         self._settled = 0
         self._stopped: set[str] = set()
         self._waiting_for = followers(member, topology)
+        self._leases = Leases(len(topology.worker_groups_of(member.group)), len(self._workers))
         self._handlers: dict[Kind, Callable[[Message], None]] = {
             Kind.HELLO: self._hello,
             Kind.WELCOME: self._welcomed,
             Kind.INIT: self._init,
+            Kind.LEASE: self._lease,
             Kind.LEAVE: self._leave,
             Kind.STOP: self._stop,
         }
@@ -92,7 +98,9 @@ class Server:
             text = "".join(traceback.format_exception(error))
             for name in self._hellos:
                 if name in self._workers:
-                    self._post.send(name, Kind.REFUSE, Refuse("PeerFailed", f"{self.member} failed:\n{text}"))
+                    with suppress(PeerFailed):  # it is gone itself
+                        refuse = Refuse("PeerFailed", f"{self.member} failed:\n{text}")
+                        self._post.send(name, Kind.REFUSE, refuse)
             raise
         self._report()
 
@@ -131,7 +139,10 @@ class Server:
     def _handle(self, message: Message) -> None:
         header = message.header
         greeting = header.kind in (Kind.HELLO, Kind.WELCOME, Kind.INIT)
-        if not greeting and self.rounds is None:
+        if header.kind is Kind.STOP and self._plan is None and message.content:
+            self._kept = message.body(Kept)
+            self._stop(message)
+        elif not greeting and self.rounds is None:
             self._early.append(message)
         elif not greeting and header.plan != self._post.plan:
             raise ProtocolError(f"{header.sender} follows another plan ({header.plan[:8]})")
@@ -156,15 +167,14 @@ class Server:
 
     def _begin(self, model: Hello) -> None:
         """Worker 0.0's model is known, first hand or through server group 0."""
-        topology = self.topology
-        groups = topology.server_groups if topology.synchronised else 1
         self._model = model
-        slicer = self.config.cluster.slicer
-        self._plan = make_plan(model.parameters, model.buffers, topology.servers_per_group, groups, slicer)
+        self._plan = plan_for(self.topology, self.config.cluster, model.parameters, model.buffers)
         self._post.plan = self._plan.digest
         wide = self.config.cluster.server_dtype == "float32"
         allowed = self.config.allow_optimizers
-        self._shard = Shard(self._plan, self.member.index, model.optimizers, allowed, wide)
+        allocate = self._post.endpoint.memory.allocate
+        place = self._plan, self.member.index
+        self._shard = Shard(*place, model.optimizers, allowed, wide, allocate, model.ema)
         self._missing = {chunk.number for chunk in self._shard.chunks}
         for message in self._early_values:
             self._init(message)
@@ -218,6 +228,7 @@ class Server:
         cluster = self.config.cluster
         groups = dict.fromkeys(served, topology.workers_per_group)
         admission = Admission(groups, chunks, cluster.max_delay, cluster.warmup_steps)
+        self._shard.rounds = admission.version
         sync = Sync(
             self._shard,
             member.group,
@@ -230,7 +241,9 @@ class Server:
         alone = len(served) == 1 and plan.server_groups == 1
         settings = tuple(spec.groups for spec in self._model.optimizers)
         peers = sorted(self._peers)
-        rounds = Rounds(plan, self._shard, admission, sync, self._post, settings, alone=alone, peers=peers)
+        allocate = self._post.endpoint.memory.allocate
+        snapshots = Snapshots(plan, self._shard, Coding.of(cluster), alone, allocate)
+        rounds = Rounds(plan, self._shard, admission, sync, self._post, settings, snapshots, peers)
         rounds.correction = Correction.of(cluster)
         rounds.begin_followers = self._hand_over
         if admission.warming:
@@ -296,6 +309,14 @@ class Server:
         rounds.sync.answered(header.chunk, header.sequence, header.number, tensor, time.monotonic())
         self._answer_leaving()
 
+    # Leased data.
+
+    def _lease(self, message: Message) -> None:
+        """A worker asks for a block of an epoch."""
+        life, ask = life_of(message), message.body(Lease).ask
+        block = self._leases.block(life.group, life.rank, ask)
+        self._post.send(message.header.sender, Kind.LEASE, Lease(ask, block))
+
     # The end.
 
     @property
@@ -338,6 +359,9 @@ class Server:
                 self._post.send(peer, Kind.STOP)
 
     def _report(self) -> None:
+        if self._kept is not None:
+            self._report_kept(self._kept)
+            return
         assert self.rounds is not None
         rounds, ledger = self.rounds, self.rounds.admission.ledger
         self._events.write(
@@ -353,6 +377,22 @@ class Server:
             traffic=dict(self._post.endpoint.traffic),
             exchanges=rounds.sync.exchanges,
             exchanged_rounds=rounds.sync.exchanged_rounds,
+        )
+
+    def _report_kept(self, kept: Kept) -> None:
+        self._events.write(
+            "finished",
+            rounds=kept.rounds,
+            pushed=kept.applied + kept.dropped,
+            applied=kept.applied,
+            duplicate=0,
+            dropped={"non-finite": kept.dropped} if kept.dropped else {},
+            staleness={"0": kept.applied} if kept.applied else {},
+            parameters=kept.parameters,
+            state_bytes=kept.state_bytes,
+            traffic={},
+            exchanges=0,
+            exchanged_rounds=0,
         )
 
 
@@ -378,4 +418,6 @@ def differs(hello: Hello, model: Hello) -> str | None:
     found = difference(model.parameters, hello.parameters) or difference(model.buffers, hello.buffers)
     if found is None and [o.name for o in model.optimizers] != [o.name for o in hello.optimizers]:
         found = f"optimizers {[o.name for o in hello.optimizers]}, there {[o.name for o in model.optimizers]}"
+    if found is None and hello.ema != model.ema:
+        found = f"ema={hello.ema}, there {model.ema}"
     return found

@@ -21,20 +21,29 @@ from shoal.config import Cluster, Config, load
 from shoal.errors import UsageError
 from shoal.events import Events
 from shoal.run import Run
-from shoal.rundir import RunDir
 from shoal.server import Server
-from shoal.site import Membership, OneMachine, OneProcess
+from shoal.site import Membership, OneProcess, Site
 from shoal.topology import Topology
 from shoal.training import Prepared
 from shoal.transport import Post
 from shoal.transport.inprocess import Hub
 
-__all__ = ["Membership", "Run", "attach", "attach_probe", "current_step", "finish", "init", "serve"]
+__all__ = [
+    "Membership",
+    "Run",
+    "attach",
+    "attach_probe",
+    "attached",
+    "current_step",
+    "finish",
+    "init",
+    "serve",
+]
 
 # Which run is this process, or this thread, part of?
 
 _thread: contextvars.ContextVar[Run | None] = contextvars.ContextVar("run", default=None)
-_membership: Membership | None = None
+_place: tuple[Membership, Site, Events] | None = None
 _run: Run | None = None
 
 
@@ -55,10 +64,8 @@ def init(cluster: str | Cluster | None = None, *, seed: int | None = None) -> Ru
     global _run
     if (run := _thread.get() or _run) is not None:
         return run
-    if _membership is not None:
-        m = _membership
-        path = RunDir(m.run_dir).events(m.member) if m.run_dir else None
-        _run = Run(m, OneMachine(m), Events(path, m.member.name))
+    if _place is not None:
+        _run = Run(*_place)
     else:
         _run = _alone(cluster, seed)
         atexit.register(_run.close)
@@ -108,10 +115,15 @@ def in_thread(run: Run) -> None:
     _thread.set(run)
 
 
-def attach(membership: Membership) -> None:
+def attach(membership: Membership, site: Site, events: Events) -> None:
     """Make `shoal.init()` in this process return this worker's run."""
-    global _membership
-    _membership = membership
+    global _place
+    _place = membership, site, events
+
+
+def attached() -> bool:
+    """Whether it is known already which run this process, or this thread, is part of."""
+    return (_thread.get() or _run or _place) is not None
 
 
 def attach_probe(probe: Callable[[Prepared], None], config: Config | None = None) -> None:
@@ -162,11 +174,10 @@ def finish() -> None:
     run.close()
 
 
-def serve(membership: Membership) -> None:
+def serve(membership: Membership, site: Site, events: Events) -> None:
     """Run one server member until its workers have stopped."""
     m = membership
-    events = Events(RunDir(m.run_dir).events(m.member) if m.run_dir else None, m.member.name)
-    endpoint = OneMachine(m).endpoint()
+    endpoint = site.endpoint()
     post = Post(endpoint, m.run_id, m.incarnation)
     Server(m.member, m.topology, m.config, post, events, m.schedules).serve()
     endpoint.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.acts import Average
-from shoal.parameters import as_bytes, checked
-from shoal.partition import Chunk, Plan
+from shoal.ema import Ema
+from shoal.errors import ProtocolError
+from shoal.parameters import Allocate, as_bytes, checked, private
+from shoal.partition import ITEMSIZE, Chunk, Plan
 from shoal.rows import Content, Rows, changed_rows, numbers_of
 from shoal.updater import Settings, Updater, resolve
 from shoal.wire import Frame, OptimizerSpec, State
@@ -27,8 +29,10 @@ def average(shares: Sequence[Tensor], rule: Average) -> Tensor:
     if rule.count == 1:
         return first
     if rule.parts is None:
-        total = first.clone()
-        for share in shares[1:]:
+        if len(shares) == 1:
+            return first / rule.count
+        total = first + shares[1]
+        for share in shares[2:]:
             total += share
         return total.div_(rule.count)
     total = first * rule.parts[0]
@@ -73,6 +77,11 @@ class Shard:
         optimizers: the job's optimizers by name.
         allowed: classes outside torch.optim that the job allows.
         wide: keep float32 master values (and state) of parameters in half precision.
+        allocate: gives the memory that values lie in.
+        ema: the decay of the parameters' moving averages; None = none are kept.
+
+    Attributes:
+        rounds: the rounds that all groups have closed on a chunk; whoever counts them sets it.
     """
 
     def __init__(
@@ -82,13 +91,16 @@ class Shard:
         optimizers: Sequence[OptimizerSpec],
         allowed: Sequence[str],
         wide: bool = False,
+        allocate: Allocate = private,
+        ema: float | None = None,
     ) -> None:
         self.plan = plan
         self.chunks = plan.chunks_of(server)
+        self.rounds: Callable[[int], int] = lambda chunk: 0
         self.lsn = 0
         self.revision = {chunk.number: 0 for chunk in self.chunks}
         self._spaces = {
-            dtype: torch.zeros(size, dtype=getattr(torch, dtype))
+            dtype: allocate(size * ITEMSIZE[dtype]).view(getattr(torch, dtype))
             for dtype, size in plan.spaces(server).items()
         }
         self._views = {c.number: self._spaces[c.dtype][c.start : c.stop] for c in self.chunks}
@@ -110,6 +122,7 @@ class Shard:
             for c in self.chunks
             if c.buffer is None
         }
+        self._ema = None if ema is None else Ema(ema, (c for c in self.chunks if c.buffer is None))
 
     def values(self, chunk: int) -> Tensor:
         """The chunk's values (flat): the shard itself, not a copy."""
@@ -135,10 +148,13 @@ class Shard:
         """Apply an averaged gradient (float32 or wider; rounded once to the chunk's dtype)."""
         updater, master = self._updaters[chunk], self._masters.get(chunk)
         updated = self._views[chunk] if master is None else master
+        rows = updater.moved(gradient) if isinstance(gradient, Rows) else None
+        self._follow(chunk, rows, before=1)
         updater.step(gradient.to(updated.dtype), touched, settings)
+        self._follow(chunk, rows)
         if master is not None:
             self._views[chunk].copy_(master)
-        self._changed(chunk, updater.moved(gradient) if isinstance(gradient, Rows) else None)
+        self._changed(chunk, rows)
 
     def assign(self, chunk: int, values: Content) -> None:
         """Set the chunk's values (flat), or some rows of a table."""
@@ -146,16 +162,37 @@ class Shard:
         before = None if master is None else self._views[chunk].clone()
         if isinstance(values, Rows):
             rows = values.index
-            self._tables[chunk][rows] = values.values
+        elif chunk in self._tables:
+            new, _ = changed_rows(self._views[chunk], values, self._tables[chunk].shape[1])
+            rows = new.index
+        self._follow(chunk, rows)  # rounds that are over ended with the old values
+        if isinstance(values, Rows):
+            self._tables[chunk][values.index] = values.values
         else:
-            if chunk in self._tables:
-                new, _ = changed_rows(self._views[chunk], values, self._tables[chunk].shape[1])
-                rows = new.index
             self._views[chunk].copy_(values)
         if master is not None:  # where nothing has changed, the master keeps its finer value
             changed = self._views[chunk] != before
             master[changed] = self._views[chunk][changed].float()
         self._changed(chunk, rows)
+
+    def _follow(self, chunk: int, rows: Tensor | None = None, before: int = 0) -> None:
+        """Have the average of the rounds up to now, or of those before the last."""
+        if self._ema is not None and chunk in self._ema:
+            values = self._masters.get(chunk, self._views[chunk])
+            self._ema.follow(chunk, values, self.rounds(chunk) - before, rows)
+
+    def averaged(self, chunk: int) -> Tensor:
+        """A copy of a chunk's moving average (flat, in the chunk's dtype); of a buffer, its values.
+
+        Raises:
+            ProtocolError: no averages are kept.
+        """
+        if self._ema is None:
+            raise ProtocolError("somebody asks for moving averages, and none are kept")
+        self._follow(chunk)
+        begun = chunk in self._ema and self.rounds(chunk) > 0
+        values = self._ema.values(chunk) if begun else self._views[chunk]
+        return values.to(self._views[chunk].dtype, copy=True)
 
     def export(self, chunk: int) -> tuple[list[State], list[Frame]]:
         """Everything about a chunk as it travels: its values' frame first, then its state's."""
@@ -173,6 +210,11 @@ class Shard:
     def parameters(self) -> int:
         """Elements of parameters held here."""
         return sum(chunk.size for chunk in self.chunks if chunk.buffer is None)
+
+    @property
+    def ema_bytes(self) -> int:
+        """Bytes of moving averages held here."""
+        return 0 if self._ema is None else self._ema.nbytes
 
     @property
     def state_bytes(self) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch.distributed import FileStore, HashStore, Store
 
 from shoal.config import Config
@@ -16,9 +16,10 @@ from shoal.errors import ShoalError, WaitTimeout
 from shoal.schedule import UNSCHEDULED, Schedules
 from shoal.server import leaders
 from shoal.topology import Member, Topology
-from shoal.transport import Endpoint, Lane
+from shoal.transport import Endpoint
 from shoal.transport.inprocess import Hub, InProcess
-from shoal.transport.sockets import LANES, Sockets
+from shoal.transport.memory import Memory
+from shoal.transport.plain import PlainSockets
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Membership:
         run_dir: where the run writes; None = nowhere.
         private: directory of sockets and of the store, readable by this user alone.
         schedules: where the order of servers' messages is written to or read from.
+        local_rank: this process's number on its machine; None = the worker's number in the run.
+        links: a worker and its server exchange messages even where they could do without.
     """
 
     config: Config
@@ -40,10 +43,26 @@ class Membership:
     private: Path
     incarnation: int = 1
     schedules: Schedules = UNSCHEDULED
+    local_rank: int | None = None
+    links: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where a worker's model belongs; see Run.device."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        rank = self.topology.rank(self.member) if self.local_rank is None else self.local_rank
+        return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 class Site(Protocol):
-    """What differs between members that are processes and members that are threads."""
+    """What differs between members that are threads, processes of one machine, and processes of several.
+
+    Attributes:
+        gloo: whether workers may use torch's own groups, whose wires nobody locks, without being asked.
+    """
+
+    gloo: bool
 
     def endpoint(self) -> Endpoint:
         """This member's end of the wires."""
@@ -53,13 +72,19 @@ class Site(Protocol):
         """Where members leave small values for each other."""
         ...
 
-    def check(self) -> None:
-        """Called while waiting; raises when another member in this process has failed."""
+    def check(self, waited: float = 0.0) -> None:
+        """Called while waiting; raises when another member has failed.
+
+        Args:
+            waited: seconds since an answer has come.
+        """
         ...
 
 
 class OneMachine:
     """Members that are processes of one machine: sockets and a file in the private directory."""
+
+    gloo = True
 
     def __init__(self, membership: Membership) -> None:
         self._m = membership
@@ -70,38 +95,35 @@ class OneMachine:
         serving = m.member.role == "server"
         wanted = leaders(m.member, m.topology) if serving else m.topology.servers_of(m.member)
         bind = self._listen_at(m.member) if serving else None
-        if m.config.cluster.transport != "tcp":
-            dial = {server.name: self._listen_at(server) for server in wanted}
-            return Sockets(m.member.name, bind, dial, m.config.timeouts.flush)
-        sockets = Sockets(m.member.name, bind, {}, m.config.timeouts.flush)
+        memory = Memory(lambda peer: m.config.cluster.share_memory)
+        sockets = PlainSockets(m.member.name, m.run_id, bind, m.config.timeouts.flush, memory)
         store = self.store()
         if serving:
-            store.set(f"address/{m.member}", json.dumps(sockets.bound))
+            store.set(f"address/{m.member}", sockets.bound)
         for server in wanted:
             address = wait_for(store, f"address/{server}", m, "start", f"{server} to listen")
-            sockets.dial(server.name, json.loads(address))
+            sockets.dial(server.name, address.decode(), m.config.timeouts.start)
         return sockets
 
-    def _listen_at(self, server: Member) -> Mapping[Lane, str]:
+    def _listen_at(self, server: Member) -> str:
         cluster = self._m.config.cluster
         if cluster.transport != "tcp":
-            return {lane: f"ipc://{self._m.private / server.short}.{lane[0]}" for lane in LANES}
-        first = cluster.start_port + 2 * self._m.topology.servers.index(server)
-        ports = {lane: first + offset for offset, lane in enumerate(LANES)}
-        return {
-            lane: f"tcp://127.0.0.1:{port if cluster.start_port else '*'}" for lane, port in ports.items()
-        }
+            return f"ipc://{self._m.private / server.short}"
+        port = cluster.start_port and cluster.start_port + self._m.topology.servers.index(server)
+        return f"tcp://127.0.0.1:{port}"
 
     def store(self) -> Store:
         """See Site.store."""
         return FileStore(str(self._m.private / "store"), -1)
 
-    def check(self) -> None:
+    def check(self, waited: float = 0.0) -> None:
         """See Site.check; a failed process is the launcher's to notice."""
 
 
 class OneProcess:
     """Members that are threads of one process: a hub and a store in memory."""
+
+    gloo = False
 
     def __init__(self, hub: Hub, name: str, store: Store | None = None) -> None:
         self._hub, self._name, self._store = hub, name, store
@@ -127,7 +149,7 @@ class OneProcess:
 
         return run
 
-    def check(self) -> None:
+    def check(self, waited: float = 0.0) -> None:
         """See Site.check."""
         for error in self._failures:
             raise error
@@ -139,13 +161,14 @@ def wait_for(
     membership: Membership,
     timeout: str,
     what: str,
-    site: Site | None = None,
+    check: Callable[[], None] | None = None,
 ) -> bytes:
     """A value that another member leaves in the store.
 
     Args:
         timeout: the name of one of the configuration's timeouts.
         what: for whom or what this waits, in words.
+        check: called now and then; raises when waiting makes no sense any more.
 
     Raises:
         WaitTimeout: it has not come in time.
@@ -161,8 +184,8 @@ def wait_for(
             raise
         except RuntimeError:  # torch raises its own kinds of it for a timeout
             waited += piece
-        if site is not None:
-            site.check()
+        if check is not None:
+            check()
         if waited >= limit:
             raise WaitTimeout(
                 f"waited {limit:g} s (timeouts.{timeout}) for {what}",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from threading import Thread
@@ -12,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from shoal.leases import Tenant
 from shoal.randomness import Randomness, fresh
 from shoal.sampling import Batch, Place, deal, deal_whole, order, seed_of
 
@@ -25,7 +29,13 @@ class Ready(NamedTuple):
 
 
 class Source(Protocol):
-    """Batches of one worker, epoch by epoch."""
+    """Batches of one worker, epoch by epoch.
+
+    Attributes:
+        leased: whether groups take of an epoch what they can, so that it may be over without one for this.
+    """
+
+    leased: bool
 
     def length(self, epoch: int) -> int | None:
         """Batches in an epoch, counted from 0; None where nobody knows."""
@@ -48,11 +58,22 @@ class Indexed:
         place: whose batches.
         sizes: samples per batch of each worker of the group, shape [workers].
         options: DataLoader's keywords.
+        tenant: how it comes by its batches, where groups lease them.
     """
 
-    def __init__(self, dataset: Any, place: Place, sizes: Sequence[int], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        place: Place,
+        sizes: Sequence[int],
+        options: Mapping[str, Any],
+        tenant: Tenant | None = None,
+    ) -> None:
         rest = dict(options)
-        self._dataset, self._place, self._sizes = dataset, place, sizes
+        self._dataset, self._place, self._sizes, self._tenant = dataset, place, sizes, tenant
+        self.leased = tenant is not None
+        # Whose part of the epoch it is: this group's, or what all groups of its server group lease from.
+        self._owner = replace(place, groups=tenant.parts, group=tenant.part) if tenant else place
         self._user_sampler, self._user_batches = rest.pop("sampler", None), rest.pop("batch_sampler", None)
         self._shuffle, self._drop_last = bool(rest.pop("shuffle")), bool(rest.pop("drop_last"))
         self._known: tuple[int, Sequence[Batch]] | None = None  # an epoch and its batches
@@ -62,26 +83,41 @@ class Indexed:
         self._sampler = _Dealt()
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._sampler, **rest)
 
-    def length(self, epoch: int) -> int:
-        """See Source.length."""
-        return len(self._dealt(epoch))
+    def length(self, epoch: int) -> int | None:
+        """See Source.length; 0 of leased data if there are none for any group."""
+        length = len(self._dealt(epoch))
+        return None if self.leased and length else length
 
     def holds(self, epoch: int, position: int) -> bool:
         """See Source.holds."""
-        return position <= self.length(epoch)
+        return position <= len(self._dealt(epoch))
 
     def batches(self, epoch: int, position: int, state: Any) -> Generator[Ready, None, None]:
         """See Source.batches; the state is always None."""
-        place, dealt = self._place, self._dealt(epoch)
-        left = range(position, len(dealt))
+        place = self._place
         self._ours.manual_seed(seed_of(place.seed, epoch, place.group, place.rank))
-        self._sampler.batches = (list(dealt[number].indices) for number in left)
-        loaded = iter(self._loader) if left else iter(())
+        coming, weights = self._from(epoch, position), deque[int]()
+        if (first := next(coming, None)) is None:
+            return  # and no processes are started for nothing
+
+        def indices() -> Iterator[list[Any]]:
+            for batch in chain([first], coming):
+                weights.append(batch.weight)
+                yield list(batch.indices)
+
+        self._sampler.batches = indices()
+        loaded = iter(self._loader)
         try:
-            for number in left:
-                yield Ready(next(loaded), dealt[number].weight)
+            for content in loaded:
+                yield Ready(content, weights.popleft())
         finally:
             del loaded  # torch ends its processes with it
+
+    def _from(self, epoch: int, position: int) -> Iterator[Batch]:
+        dealt = self._dealt(epoch)
+        if self._tenant is not None:
+            return self._tenant.batches(epoch, position, dealt, sum(self._sizes))
+        return (dealt[number] for number in range(position, len(dealt)))
 
     def _dealt(self, epoch: int) -> Sequence[Batch]:
         if self._known is None or self._known[0] != epoch:
@@ -91,12 +127,12 @@ class Indexed:
     def _deal(self, epoch: int) -> Sequence[Batch]:
         seed = self._place.seed
         if self._user_batches is not None:
-            return deal_whole(draw(self._user_batches, seed, epoch), self._place)
+            return deal_whole(draw(self._user_batches, seed, epoch), self._owner)
         if self._user_sampler is not None:
             samples: Any = draw(self._user_sampler, seed, epoch)
         else:
             samples = order(len(self._dataset), seed, epoch, self._shuffle)
-        return deal(samples, self._place, self._sizes, self._drop_last)
+        return deal(samples, self._owner, self._sizes, self._drop_last)
 
 
 class _Dealt(Sampler[list[int]]):

@@ -38,6 +38,8 @@ class Streamed:
         agree: for a sharded stream: told whether this worker has a batch, says whether any of the group has.
     """
 
+    leased = False
+
     def __init__(
         self,
         dataset: Any,

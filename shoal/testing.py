@@ -31,6 +31,8 @@ from shoal.wire import Kind
 
 QUICK = Timeouts(start=20, values=20, flush=20, ask=0.1, evaluate=20, finish=20)
 
+CHUNK = 1 << 18  # bytes; so that models as small as those of tests have several
+
 
 class Recorded(Events):
     """Events kept in memory."""
@@ -95,12 +97,14 @@ class Report:
 
 
 def config_of(cluster: str | Cluster | Config | Mapping[str, Any]) -> Config:
-    """A configuration with short timeouts from a preset, a block, or a block's fields."""
+    """A configuration with short timeouts, and small chunks, from a preset, a block, or a block's fields."""
     if isinstance(cluster, Config):
         return cluster
     if isinstance(cluster, str):
-        return load(cluster).model_copy(update={"timeouts": QUICK})
+        cluster = load(cluster).cluster
     block = cluster if isinstance(cluster, Cluster) else Cluster(**cluster)
+    if not block.chunk_bytes:
+        block = block.model_copy(update={"chunk_bytes": CHUNK})
     return Config(cluster=block, timeouts=QUICK)
 
 
@@ -112,6 +116,7 @@ def run_cluster(
     links: Callable[[dict[str, Faulty]], None] | None = None,
     timeout: float = 60.0,
     schedules: Schedules = UNSCHEDULED,
+    messages: bool = True,
 ) -> Report:
     """Run `function` in every worker of a cluster of threads.
 
@@ -120,13 +125,14 @@ def run_cluster(
         judge: decides the fate of every message; all are delivered without one.
         links: called with all members' links before anything starts.
         schedules: folders that the order of servers' messages is recorded in or replayed from.
+        messages: False: one worker beside its server trains without any, as in a real run.
 
     Raises:
         the first error of any member.
     """
     config = config_of(cluster)
     topology = Topology.of(config.cluster)
-    hub, store, report = Hub(), HashStore(), Report()
+    hub, store, report = Hub(config.cluster.share_memory), HashStore(), Report()
     failed = threading.Event()
     threads = []
     _link(hub, topology, judge or (lambda header, peer: "deliver"), report)
@@ -151,7 +157,7 @@ def run_cluster(
         threads.append(threading.Thread(target=guarded, args=(member.name, server.serve), daemon=True))
     for member in topology.workers:
         site = _Site(report.links[member.name], store, failed)
-        membership = Membership(config, topology, member, "test", None, Path())
+        membership = Membership(config, topology, member, "test", None, Path(), links=messages)
         run = Run(membership, site, report.events[member.name])
         work = partial(_work, run, member.name, function, report)
         threads.append(threading.Thread(target=guarded, args=(member.name, work), daemon=True))
@@ -192,6 +198,6 @@ class _Site(OneProcess):
     def endpoint(self) -> Endpoint:
         return self._link
 
-    def check(self) -> None:
+    def check(self, waited: float = 0.0) -> None:
         if self._stop.is_set():
             raise SystemExit(3)

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal, cast
 
 from shoal.config.schema import Cluster
-from shoal.errors import UsageError
+from shoal.errors import ConfigError, Mistake, UsageError
 
 Role = Literal["worker", "server"]
 
@@ -187,6 +187,34 @@ class Topology:
             if family.workers
             for place, server in enumerate(family.servers)
         }
+
+
+def machines_of(hosts: Sequence[str], topology: Topology) -> dict[Member, int]:
+    """Which machine each member is on, by `cluster.hosts`; empty where that is.
+
+    A machine is a text such as worker 0.0, server 0.0.
+
+    Raises:
+        ConfigError: a member that stands there twice, or not at all, or that there is none of.
+    """
+    found: dict[Member, int] = {}
+    if not hosts:
+        return found
+    mistakes = []
+    known = {*topology.workers, *topology.servers}
+    for number, names in enumerate(hosts):
+        for name in names.split(","):
+            member = Member.parse(name.strip())
+            if member not in known or member in found:
+                what = "is on two machines" if member in found else "is no member of this cluster"
+                mistakes.append(Mistake("cluster.hosts", member.name, what))
+            found[member] = number
+    missing = [member.name for member in sorted(known - found.keys()) if topology.host_of(member) is None]
+    if missing:
+        mistakes.append(Mistake("cluster.hosts", ", ".join(missing), "must be on one of the machines"))
+    if mistakes:
+        raise ConfigError(mistakes)
+    return found
 
 
 def _members(role: Role, groups: Iterable[int], size: int) -> tuple[Member, ...]:

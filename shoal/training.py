@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.adoption import adopt
 from shoal.asynchrony import Correction, cautions
 from shoal.batch import Batch, Hold
+from shoal.batchnorm import Group, synchronise
+from shoal.codecs import Coding
 from shoal.collectives import Collectives
 from shoal.data import Loader
+from shoal.ema import checked_decay
 from shoal.errors import UsageError
-from shoal.evaluation import Shared, loggable, plain_number, plain_value
+from shoal.evaluation import Evaluator
 from shoal.events import Events
 from shoal.exchange import Exchange
-from shoal.parameters import Replica, as_bytes, describe, named_models, plain_name, refuse_wrappers
-from shoal.partition import Chunk, Plan, make_plan
+from shoal.files import Files
+from shoal.leases import Lessor
+from shoal.models import describe, refuse_wrappers
+from shoal.overlap import Forwards
+from shoal.own import Own, OwnStepper, keeps_its_own
+from shoal.parameters import Replica, as_bytes
+from shoal.partition import Chunk, Plan, plan_for
 from shoal.prepare import Stepper
+from shoal.results import loggable, plain_number, plain_value
 from shoal.rows import Content, changed_rows, cut_state
 from shoal.site import Membership, Site
+from shoal.staging import Stage
 from shoal.topology import Member
 from shoal.transport import Post
-from shoal.updater import is_elementwise, pack, refuse_gradients, resolve, spec_of
+from shoal.updater import is_elementwise, pack, refuse_gradients, resolve, spec_of, state_bytes
 from shoal.waiting import Outcome
-from shoal.wire import VERSION, Frame, Hello, OptimizerSpec, State
+from shoal.wire import VERSION, Frame, Hello, OptimizerSpec, Pull, State
 
 REPORT = 0.25  # seconds between two progress events at the least
 
@@ -46,6 +53,7 @@ class Prepared(NamedTuple):
     plan: Plan
     loaders: Sequence[Loader]
     batch: Batch
+    ema: float | None = None
 
 
 class Training:
@@ -67,12 +75,13 @@ class Training:
         self.probe: Callable[[Prepared], None] | None = None
         self._site, self._events = site, events
         self.collectives = Collectives(membership, site)
-        self._shared = Shared(membership, site)
-        self._models: list[nn.Module] = []
-        self._steppers: dict[int, Stepper] = {}
+        self.models: Sequence[nn.Module] = ()
+        self.evaluator = Evaluator(membership, site, self)
+        self.files = Files(self)
+        self._steppers: dict[int, Stepper | OwnStepper] = {}
         self._exchange: Exchange | None = None
         self._replica: Replica | None = None
-        self._evaluations: Counter[str] = Counter()
+        self._ema: float | None = None
         self._noted: set[str] = set()
         self._reported = 0.0
         self._closed, self._pid = False, os.getpid()
@@ -80,15 +89,15 @@ class Training:
 
     # The start.
 
-    def prepare(self, objects: Sequence[Any]) -> None:
+    def prepare(self, objects: Sequence[Any], ema: float | None = None, overlap: bool = False) -> None:
         """Join the servers with these models and optimizers; what is neither passes through."""
         if self._exchange is not None:
             raise UsageError(
                 "prepare() was called twice", remedy="give it all models and optimizers in one call"
             )
-        self._models = [o for o in objects if isinstance(o, nn.Module)]
+        self.models, self._ema = [o for o in objects if isinstance(o, nn.Module)], checked_decay(ema)
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-        refuse_wrappers(self._models)
+        refuse_wrappers(self.models)
         if not optimizers:
             raise UsageError("prepare() got no optimizer", remedy="call run.prepare(model, optimizer)")
         m = self.membership
@@ -97,35 +106,44 @@ class Training:
         correction = Correction.of(m.config.cluster)
         correction.refuse(specs)
         whole = [not is_elementwise(resolve(spec.name, allowed)) for spec in specs]
-        described = describe(self._models, optimizers, whole)
+        described = describe(self.models, optimizers, whole)
         refuse_gradients(described.parameters, specs, allowed)
         correction.refuse_tables(described.parameters)
-        groups = m.topology.server_groups if m.topology.synchronised else 1
-        plan = make_plan(
-            described.parameters,
-            described.buffers,
-            m.topology.servers_per_group,
-            groups,
-            m.config.cluster.slicer,
-        )
+        plan = plan_for(m.topology, m.config.cluster, described.parameters, described.buffers)
         if self.probe is not None:
-            self.probe(Prepared(self._models, optimizers, specs, plan, self.loaders, self.batch))
-        self._replica = Replica(plan, described.tensors, described.places)
+            self.probe(Prepared(self.models, optimizers, specs, plan, self.loaders, self.batch, ema))
         post = Post(self._site.endpoint(), m.run_id, m.incarnation)
-        exchange = Exchange(m.member, m.topology, post, plan, m.config.timeouts, self._site.check)
-        hello = Hello(VERSION, described.parameters, described.buffers, specs, self._replica.checksum())
+        exchange: Exchange
+        if keeps_its_own(m, ema):
+            self._replica = Replica(plan, described.tensors, described.places)
+            exchange = Own(m, post, plan, lambda: sum(state_bytes(optimizer) for optimizer in optimizers))
+        else:
+            memory = post.endpoint.memory
+            stage = Stage.of(described.all, self.note)
+            memory.mapped = None if stage is None else stage.pin
+            self._replica = Replica(plan, described.tensors, described.places, memory.allocate, stage)
+            coding = Coding.of(m.config.cluster)
+            exchange = Exchange(m.member, m.topology, post, plan, m.config.timeouts, self._site.check, coding)
+        start = self._replica.checksum()
+        hello = Hello(VERSION, described.parameters, described.buffers, specs, start, ema)
         outcome, differs = exchange.join(hello, self._start(optimizers), self._late())
-        self._install(outcome)
+        self.install(outcome)
         self._exchange = exchange
         if differs:
             self.note(
                 "this worker's start differed from worker 0.0's, which is everyone's; a seed makes them equal"
             )
         if m.member == Member("worker", 0, 0):
-            for caution in cautions(m.topology, self._models, optimizers):
+            for caution in cautions(m.topology, self.models, optimizers):
                 self.note(caution)
         for number, optimizer in enumerate(optimizers):
             self._adopt(number, optimizer)
+        steppers = [stepper for stepper in self._steppers.values() if isinstance(stepper, Stepper)]
+        if overlap and steppers:
+            forwards = Forwards(self.models, self._replica, [stepper.arrivals for stepper in steppers])
+            for stepper in steppers:
+                stepper.at_once = forwards.uncovered
+        synchronise(self.models, Group(self.collectives, self.batch))
         self._began = time.time()
         rank = m.topology.rank(m.member)
         if rank:  # so that dropout differs between workers; worker 0 stays as in plain PyTorch
@@ -153,16 +171,43 @@ class Training:
         return f"the start that worker group 0 makes in its first {steps} steps (cluster.warmup_steps)"
 
     def _adopt(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        replica, exchange = self._joined()
+        replica, exchange = self.joined()
         workers = self.membership.topology.workers_per_group
-        stepper = Stepper(number, optimizer, replica, exchange, workers, self)
+        stepper: Stepper | OwnStepper
+        if isinstance(exchange, Own):
+            stepper = OwnStepper(number, optimizer, replica, exchange, self)
+        else:
+            stepper = Stepper(number, optimizer, replica, exchange, workers, self)
         self._steppers[number] = stepper
         adopt(optimizer, stepper, self.note)
 
-    def _joined(self) -> tuple[Replica, Exchange]:
+    def joined(self) -> tuple[Replica, Exchange]:
+        """See evaluation.Trained.joined."""
         if self._replica is None or self._exchange is None:
             raise UsageError("nothing is prepared yet", remedy="call run.prepare(model, optimizer) first")
         return self._replica, self._exchange
+
+    def asked(self, ema: bool, together: int = 0) -> Pull:
+        """See evaluation.Trained.asked."""
+        if ema and self._ema is None:
+            raise UsageError(
+                "ema=True, and servers keep no moving averages",
+                remedy="ask for them at the start: run.prepare(model, optimizer, ema=0.999)",
+            )
+        return Pull(together, ema)
+
+    def lessor(self) -> Lessor:
+        """Who leases blocks of data to this worker.
+
+        Raises:
+            UsageError: before prepare().
+        """
+        if self._exchange is None:
+            raise UsageError(
+                "a batch of leased data (cluster.data) was drawn before prepare(), and servers lease it",
+                remedy="call run.prepare(model, optimizer) first",
+            )
+        return self._exchange
 
     def cursor(self) -> tuple[int, ...]:
         """The loaders' positions, for the commit."""
@@ -176,8 +221,8 @@ class Training:
         self.batch.drawn(weight)
 
     def step_of(self, optimizer: int = 0) -> int:
-        """The last finished step of an optimizer."""
-        return self._exchange.steps[optimizer] if self._exchange is not None else 0
+        """The last step that an optimizer has taken."""
+        return self._exchange.taken(optimizer) if self._exchange is not None else 0
 
     @property
     def current_step(self) -> int | None:
@@ -203,7 +248,7 @@ class Training:
         """See Run.clip_grad_norm_."""
         if not max_norm >= 0:
             raise UsageError(f"no gradient can have a norm of {max_norm}", remedy="give a number, 0 or more")
-        self._joined()
+        self.joined()
         steppers = [s for s in self._steppers.values() if optimizer is None or s.drives(optimizer)]
         if len(steppers) != 1:
             raise UsageError(
@@ -211,6 +256,11 @@ class Training:
                 remedy="name a prepared one: run.clip_grad_norm_(max_norm, optimizer=optimizer)",
             )
         return steppers[0].clip_grad_norm_(max_norm, scaler)
+
+    def wait(self) -> None:
+        """See Run.wait."""
+        for stepper in self._steppers.values():
+            stepper.complete()
 
     def accumulate(self) -> Hold:
         """See Run.accumulate."""
@@ -221,7 +271,8 @@ class Training:
     @contextmanager
     def edit(self) -> Iterator[None]:
         """See Run.edit."""
-        replica, exchange = self._joined()
+        replica, exchange = self.joined()
+        self.wait()
         self.collectives.gather(None)  # nobody's last values are still on their way
         before = replica.snapshot()
         yield
@@ -259,32 +310,44 @@ class Training:
         self.settle()
         self.left = self.settled = False
         self.stop_asked = self.stopping = False
+        for stepper in self._steppers.values():
+            stepper.stop = False
 
     def end_loop(self) -> None:
         """A loop has ended: others no longer wait for this worker."""
         if self._exchange is not None and not self.left:
+            if not any(stepper.broken for stepper in self._steppers.values()):
+                self.wait()
+            self.joined()[0].settle()
             self.left = True
             self._exchange.leave()
 
     def settle(self) -> None:
-        """After a loop: wait for all groups, then hold the common end."""
+        """Have all new values in the model; after a loop wait for all groups, then hold the common end."""
+        self.wait()
         if self.left and not self.settled:
-            _, exchange = self._joined()
+            _, exchange = self.joined()
             exchange.settle()
-            self._install(exchange.pull())
+            self.install(exchange.pull())
             self.settled = True
 
-    def _install(self, outcome: Outcome) -> None:
+    def install(self, outcome: Outcome, pending: Mapping[int, set[int]] | None = None) -> None:
+        """See evaluation.Trained.install."""
         if self._replica is None:
             return
         for number, values in outcome.values.items():
             if values is not None:
                 self._replica.install(self._replica.plan.chunks[number], values)
-        self._remember()
+        self._replica.settle()
+        self._remember(pending)
 
-    def _remember(self) -> None:
+    def pending(self) -> dict[int, set[int]]:
+        """See evaluation.Trained.pending."""
+        return {number: stepper.pending() for number, stepper in self._steppers.items()}
+
+    def _remember(self, pending: Mapping[int, set[int]] | None = None) -> None:
         for number, stepper in self._steppers.items():
-            stepper.remember(self.step_of(number) + 1)
+            stepper.remember(self.step_of(number) + 1, (pending or {}).get(number, ()))
 
     def close(self) -> None:
         """Leave, wait until everyone's updates are everywhere, report, say goodbye; once."""
@@ -306,59 +369,7 @@ class Training:
         )
         self._closed = True
         self._exchange.close()
-
-    # Evaluation and files.
-
-    def evaluate(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """See Run.evaluate."""
-        replica, exchange = self._joined()
-        topology, member = self.membership.topology, self.membership.member
-        whose = "all" if self.left else str(member.group)  # groups may have evaluated more or less often
-        self._evaluations[whose] += 1
-        key = f"evaluate/{whose}/{self._evaluations[whose]}"
-        if self.left:
-            self.settle()
-            alone = len(topology.workers) == 1
-            ours = topology.rank(member) == 0
-            return self._shared.compute(key, lambda: function(*args, **keywords), ours=ours, alone=alone)
-
-        def present() -> Any:
-            own = replica.snapshot()
-            self._install(exchange.pull(present=True))
-            try:
-                return function(*args, **keywords)
-            finally:
-                self._install(Outcome(dict(own)))
-
-        alone = topology.workers_per_group == 1
-        return self._shared.compute(key, present, ours=member.index == 0, alone=alone)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """See Run.state_dict."""
-        replica, exchange = self._joined()
-        self.settle()
-        values: dict[int, Content] = {**replica.snapshot()}
-        if not self.left:
-            pulled = exchange.pull(present=True).values
-            values |= {number: flat for number, flat in pulled.items() if flat is not None}
-        current = replica.build(values)
-        found: dict[str, Tensor] = {}
-        for prefix, model in named_models(self._models):
-            for name, tensor in model.state_dict(keep_vars=True).items():
-                if isinstance(tensor, Tensor):
-                    found[prefix + plain_name(name)] = current.get(tensor, tensor.detach()).clone()
-        return found
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """See Run.save."""
-        target = Path(path)
-        if not target.parent.is_dir():
-            raise UsageError(
-                f"cannot save {target}: there is no folder {target.parent}", remedy="make it first"
-            )
-        partial = target.with_name(target.name + ".partial")
-        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, partial)
-        os.replace(partial, target)
+        self.joined()[0].close()
 
 
 def _edited(chunk: Chunk, before: Tensor, after: Tensor) -> tuple[Content, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ NOT_SENT = frozenset({"params", "param_names", "capturable"})
 """Of a param group: `capturable` is about CUDA graphs, which servers do not use."""
 
 Settings = tuple[dict[str, Any], ...]
+
+_Run = tuple[int, ...]  # numbers of pieces
 
 
 def plain(value: Any) -> Any:
@@ -159,6 +162,9 @@ def refuse_gradients(
 class Updater:
     """The optimizer of one chunk.
 
+    Pieces that lie side by side, with the same settings, are one tensor to an elementwise optimizer while
+    every step touches all of them: thousands of small parameters cost no more than one.
+
     Args:
         views: the pieces' values inside the shard: flat, of the parameter's shape where the optimizer
             must see it whole, rows × elements per row of a table.
@@ -172,12 +178,14 @@ class Updater:
         views: Sequence[Tensor],
         groups: Sequence[int],
     ) -> None:
-        self._views = tuple(views)
+        self._pieces, self._groups = tuple(views), tuple(groups)
         self._used = sorted(set(groups))
+        self._runs = _runs(self._pieces, self._groups) if is_elementwise(cls) else _alone(range(len(views)))
+        self._joined = {run: self._join(run) for run in self._runs}
         keywords = inspect.signature(cls).parameters
         params = [
             {
-                "params": [v for v, g in zip(views, groups, strict=True) if g == used],
+                "params": [self._joined[run] for run in self._runs if groups[run[0]] == used],
                 **_tuples(spec.groups[used]),
             }
             for used in self._used
@@ -185,21 +193,62 @@ class Updater:
         defaults = _tuples({key: value for key, value in spec.defaults.items() if key in keywords})
         self._optimizer = cls(params, **defaults)
 
+    def _join(self, run: _Run) -> Tensor:
+        first = self._pieces[run[0]]
+        if len(run) == 1:
+            return first
+        size = sum(self._pieces[index].numel() for index in run)
+        return first.as_strided((size,), (1,), first.storage_offset())
+
     def step(self, gradient: Content, touched: Sequence[int] | None, settings: Settings) -> None:
         """One update. `gradient`: the chunk's; pieces that are not touched keep values and state."""
         assign_settings(self._optimizer, [settings[used] for used in self._used])
+        if touched is not None:
+            self._split(set(touched))
         at = 0
-        for index, view in enumerate(self._views):
+        for run in self._runs:
+            view = self._joined[run]
             if isinstance(gradient, Rows):
                 view.grad = gradient.sparse(len(view))
                 continue
             part = gradient[at : at + view.numel()]
             at += view.numel()
-            if touched is None or index in touched:
+            if touched is None or run[0] in touched:
                 view.grad = part.view(view.shape)
         self._optimizer.step()
-        for view in self._views:
+        for view in self._joined.values():
             view.grad = None
+
+    def _split(self, touched: set[int]) -> None:
+        """Pieces of a run of which only some are touched have steps and state of their own from now on."""
+        mixed = [run for run in self._runs if len({index in touched for index in run}) > 1]
+        for run in mixed:
+            state = self._optimizer.state.pop(self._joined[run], {})
+            members = self._optimizer.param_groups[self._used.index(self._groups[run[0]])]["params"]
+            joined = self._joined.pop(run)
+            members[:] = [member for member in members if member is not joined]
+            for index, part in zip(run, self._cut(run, state), strict=True):
+                view = self._joined[index,] = self._pieces[index]
+                members.append(view)
+                if part:
+                    self._optimizer.state[view] = part
+        if mixed:
+            self._runs = sorted(self._joined)
+
+    def _cut(self, run: _Run, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A run's state, for each of its pieces."""
+        if len(run) == 1:
+            return [dict(state)]
+        sizes = [self._pieces[index].numel() for index in run]
+        found: list[dict[str, Any]] = [{} for _ in run]
+        for key, value in state.items():
+            parts: Iterable[Any] = repeat(value)
+            if isinstance(value, Tensor):
+                cut = value.shape == (sum(sizes),)
+                parts = (part.clone() for part in (torch.split(value, sizes) if cut else repeat(value)))
+            for part_state, part in zip(found, parts, strict=False):
+                part_state[key] = part
+        return found
 
     def moved(self, gradient: Rows) -> Tensor | None:
         """Numbers of the rows that a step with this gradient has changed; None = perhaps all.
@@ -208,29 +257,27 @@ class Updater:
         """
         if not class_name(type(self._optimizer)).startswith("torch.optim:"):
             return None
-        return torch.cat([gradient.index, *(t._indices()[0] for t in self._tensors() if t.is_sparse)])
-
-    def _tensors(self) -> Iterator[Tensor]:
-        for view in self._views:
-            yield from (v for v in self._optimizer.state.get(view, {}).values() if isinstance(v, Tensor))
+        sparse = (tensor for tensor in _tensors(self._optimizer) if tensor.is_sparse)
+        return torch.cat([gradient.index, *(tensor._indices()[0] for tensor in sparse)])
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state."""
-        sparse = [t for t in self._tensors() if t.is_sparse]
-        parts = [part for t in sparse for part in (t._indices(), t._values())]
-        return sum(t.nbytes for t in (*parts, *(t for t in self._tensors() if not t.is_sparse)))
+        return state_bytes(self._optimizer)
 
     def export(self) -> tuple[list[State], list[Frame]]:
         """The state as it travels: entries, and a raw frame for each tensor among them."""
-        return pack(self._optimizer.state.get(view, {}) for view in self._views)
+        states = (self._cut(run, self._optimizer.state.get(self._joined[run], {})) for run in self._runs)
+        return pack(chain.from_iterable(states))
 
     def load(self, entries: Sequence[State], frames: Sequence[Frame]) -> None:
         """Take over a state that `export` or a worker's optimizer made."""
+        for piece in range(len(self._pieces)):
+            self._split({piece})  # each piece may have taken another number of steps
         tensors = iter(frames)
         for entry in entries:
             value: Any = entry.value
-            view = self._views[entry.piece]
+            view = self._pieces[entry.piece]
             if entry.rows:
                 index = from_bytes(next(tensors), "int64").clone()
                 rows = from_bytes(next(tensors), entry.dtype).clone().view(len(index), *entry.shape[1:])
@@ -242,7 +289,41 @@ class Updater:
             self._optimizer.state[view][entry.key] = value
 
 
-def pack(states: Iterator[Mapping[str, Any]]) -> tuple[list[State], list[Frame]]:
+def _alone(indices: Iterable[int]) -> list[_Run]:
+    return [(index,) for index in indices]
+
+
+def _runs(pieces: Sequence[Tensor], groups: Sequence[int]) -> list[_Run]:
+    """Which flat pieces lie side by side in memory and share their settings, in order.
+
+    Half precision is left apart: torch rounds the last elements of a tensor otherwise than those before.
+    """
+    runs: list[list[int]] = []
+    end = -1
+    for index, piece in enumerate(pieces):
+        flat = piece.dim() == 1 and piece.dtype in (torch.float32, torch.float64)
+        beside = flat and piece.data_ptr() == end and groups[index] == groups[index - 1]
+        if beside:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+        end = piece.data_ptr() + piece.nbytes if piece.dim() == 1 else -1
+    return [tuple(run) for run in runs]
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state."""
+    sparse = [t for t in _tensors(optimizer) if t.is_sparse]
+    parts = [part for t in sparse for part in (t._indices(), t._values())]
+    return sum(t.nbytes for t in (*parts, *(t for t in _tensors(optimizer) if not t.is_sparse)))
+
+
+def pack(states: Iterable[Mapping[str, Any]]) -> tuple[list[State], list[Frame]]:
     """Optimizer state of several pieces as entries and raw frames."""
     entries: list[State] = []
     frames: list[Frame] = []

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from shoal import errors
 from shoal.config import Timeouts
 from shoal.errors import PeerFailed, ShoalError, Stopped, WaitTimeout
+from shoal.feedback import Copies
+from shoal.leases import Ask, Block
 from shoal.parameters import received
 from shoal.partition import Plan
 from shoal.rows import Content
 from shoal.topology import Member
 from shoal.transport import Post
 from shoal.updater import Settings
-from shoal.wire import Kind, Message, Missing, NormAnswer, Refuse, Values, Welcome
+from shoal.wire import Header, Kind, Lease, Message, Missing, NormAnswer, Pull, Refuse, Values, Welcome
 
 SLICE = 0.2  # seconds of waiting between two looks at timeouts and at who else may have failed
 ASKED = 16  # chunks that one round of asking asks for
@@ -52,6 +54,7 @@ class Wait:
         peers: who has still to answer.
         answer: the kind of answer that is expected from peers.
         number: what an answer carries that is this wait's and no older one's.
+        asked: which values between steps.
         blamed: server → for whom it says that it waits.
         again: asks a peer once more.
     """
@@ -62,6 +65,7 @@ class Wait:
     step: int = 0
     chunks: set[int] = field(default_factory=set)
     number: int = 0
+    asked: Pull | None = None
     answer: Kind | None = None
     peers: set[str] = field(default_factory=set)
     outcome: Outcome = field(default_factory=Outcome)
@@ -72,18 +76,28 @@ class Wait:
     blamed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     again: Callable[[str], None] | None = None
 
+    def wants(self, header: Header) -> bool:
+        """Whether values that came under this header are some that are still missing here."""
+        here = header.chunk in self.chunks and header.number == self.number
+        return here and self.step in (0, header.step)
+
 
 class Waiter:
     """Handles what arrives while a worker waits.
 
     Args:
         server_of: the server that owns a chunk.
-        check: called while waiting; raises when something else in this process has failed.
+        check: called while waiting, with the seconds since an answer has come; raises when waiting makes no
+            sense any more.
         resend: sends a server once more what it lacks of an optimizer's step: a chunk's share, or the
             commit (chunk −1).
+        copies: what this worker had before, for values that come as differences.
 
     Attributes:
         version: chunk → version of the values that this worker has.
+        opened: optimizer → the wait for its committed step's values, which may go on in portions, and between
+            which others take place.
+        blocks: what has been asked for of leased data → the answer, once it is here.
     """
 
     def __init__(
@@ -93,12 +107,15 @@ class Waiter:
         plan: Plan,
         timeouts: Timeouts,
         server_of: Callable[[int], str],
-        check: Callable[[], None],
+        check: Callable[[float], None],
         resend: Callable[[str, int, int], None],
+        copies: Copies,
     ) -> None:
         self.version: Counter[int] = Counter()
+        self.opened: dict[int, Wait] = {}
+        self.blocks: dict[Ask, Block | None] = {}
         self._member, self._post, self._plan, self._timeouts = member, post, plan, timeouts
-        self._server_of, self._check, self._resend = server_of, check, resend
+        self._server_of, self._check, self._resend, self._copies = server_of, check, resend, copies
         self._handlers: dict[Kind, Callable[[Message, Wait], None]] = {
             Kind.WELCOME: self._welcome,
             Kind.VALUES: self._values,
@@ -106,6 +123,7 @@ class Waiter:
             Kind.PULL: self._send_again,
             Kind.HEARTBEAT: self._missing,
             Kind.STORED: self._stored,
+            Kind.LEASE: self._lease,
             Kind.LEAVE: self._leave,
             Kind.REFUSE: self._refuse,
             Kind.STOP: self._stop,
@@ -123,8 +141,8 @@ class Waiter:
                 if message.header.kind not in (Kind.HEARTBEAT, Kind.PULL):  # those ask, they do not answer
                     heard = now
                 continue
-            self._check()
-            if now - asked >= self._timeouts.ask:
+            self._check(now - heard)
+            if now - max(asked, heard) >= self._timeouts.ask:
                 asked = now
                 self._ask(wait)
             if now - heard >= limit:
@@ -135,14 +153,19 @@ class Waiter:
             if wait.again is not None:
                 wait.again(server)
         for chunk in sorted(wait.chunks)[:ASKED]:
-            self._post.send(
-                self._server_of(chunk),
-                Kind.PULL,
-                group=self._member.group,
-                chunk=chunk,
-                step=wait.step,
-                number=wait.number,
-            )
+            self._ask_for(chunk, wait)
+
+    def _ask_for(self, chunk: int, wait: Wait, base: int = 0) -> None:
+        self._post.send(
+            self._server_of(chunk),
+            Kind.PULL,
+            wait.asked,
+            group=self._member.group,
+            chunk=chunk,
+            step=wait.step,
+            number=wait.number,
+            base=base,
+        )
 
     def _timed_out(self, wait: Wait, limit: float) -> WaitTimeout:
         servers = sorted(wait.peers | {self._server_of(chunk) for chunk in wait.chunks})
@@ -167,16 +190,22 @@ class Waiter:
         wait.steps[message.header.sender] = body.steps
         wait.differs |= body.differs
 
-    def _values(self, message: Message, wait: Wait) -> None:
+    def _waits(self, running: Wait) -> list[Wait]:
+        return [running, *(wait for wait in self.opened.values() if wait is not running)]
+
+    def _values(self, message: Message, running: Wait) -> None:
         header = message.header
-        stale = wait.step and header.step != wait.step
-        if header.chunk not in wait.chunks or stale or header.number != wait.number:
+        wait = next((wait for wait in self._waits(running) if wait.wants(header)), None)
+        if wait is None:
             return  # answered twice
-        chunk, body = self._plan.chunks[header.chunk], message.body(Values)
-        outcome = wait.outcome
-        outcome.values[chunk.number] = (
-            received(message.frames, header.codec, chunk, header.sender) if message.frames else None
-        )
+        chunk, body, outcome = self._plan.chunks[header.chunk], message.body(Values), wait.outcome
+        values = received(message.frames, header.codec, chunk, header.sender) if message.frames else None
+        if wait.number <= 0:  # the group's own
+            if not self._copies.current(chunk, body.base):
+                self._ask_for(chunk.number, wait, base=-1)
+                return
+            values = self._copies.take(chunk, values, body)
+        outcome.values[chunk.number] = values
         outcome.skipped |= body.skipped
         outcome.staleness = max(outcome.staleness, body.staleness)
         outcome.settings = body.settings or outcome.settings
@@ -191,12 +220,15 @@ class Waiter:
             wait.norms[message.header.sender] = message.body(NormAnswer).squared
             wait.peers.discard(message.header.sender)
 
-    def _send_again(self, message: Message, wait: Wait) -> None:
+    def _send_again(self, message: Message, running: Wait) -> None:
         header = message.header
-        if header.step != wait.step:
-            return
-        wait.blamed[header.sender] = (self._member.name,)
-        self._resend(header.sender, wait.optimizer, header.chunk)
+        for wait in self._waits(running):
+            if wait.step == header.step and self._concerns(header.chunk, wait):
+                wait.blamed[header.sender] = (self._member.name,)
+                self._resend(header.sender, wait.optimizer, header.chunk)
+
+    def _concerns(self, chunk: int, wait: Wait) -> bool:
+        return chunk < 0 or self._plan.chunks[chunk].optimizer == wait.optimizer
 
     def _missing(self, message: Message, wait: Wait) -> None:
         wait.blamed[message.header.sender] = message.body(Missing).members
@@ -204,6 +236,11 @@ class Waiter:
     def _stored(self, message: Message, wait: Wait) -> None:
         if (wait.answer, message.header.number) == (Kind.STORED, wait.number):
             wait.stored.add(message.header.chunk)
+
+    def _lease(self, message: Message, wait: Wait) -> None:
+        body = message.body(Lease)
+        if body.ask in self.blocks:  # not answered twice
+            self.blocks[body.ask] = body.block
 
     def _leave(self, message: Message, wait: Wait) -> None:
         if (wait.answer, message.header.number) == (Kind.LEAVE, wait.number):

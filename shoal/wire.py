@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.errors import ProtocolError
+from shoal.leases import Ask, Block
 from shoal.partition import Buffer, Parameter
 
 PROTOCOL = 1
@@ -40,6 +41,7 @@ class Kind(enum.IntEnum):
     HEARTBEAT = 14
     REFUSE = 15
     STOP = 16
+    LEASE = 17
 
 
 BULK = frozenset({Kind.INIT, Kind.SHARE, Kind.VALUES, Kind.SYNC, Kind.SYNCED})
@@ -54,8 +56,10 @@ class Header(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         plan: digest of the plan, "" before there is one.
         number: which push of the chunk in this step (SHARE), or a kind's own small number.
         chunk: chunk number; -1 = all of the receiver's.
-        base: version of the values that a share's gradient was computed on.
-        codec: "raw" = one frame, all of the chunk; "rows" = two: numbers (int64) and rows of a table.
+        base: version of the values that a share's gradient was computed on; in PULL −1 = all values, for a
+            worker that has nothing to add a difference to.
+        codec: "raw" = one frame, all of the chunk; "rows" = two: numbers (int64) and rows of a table; else
+            one of `codecs.CODECS`: a gradient (SHARE), or a difference of values (VALUES).
         place: "" = bytes follow inline; else where in shared memory they lie.
         sent: seconds since the epoch.
     """
@@ -94,13 +98,18 @@ class OptimizerSpec(Body, frozen=True):
 
 
 class Hello(Body, frozen=True):
-    """Who is there and what it wants to train; a server that greets a server leaves the model out."""
+    """Who is there and what it wants to train; a server that greets a server leaves the model out.
+
+    Attributes:
+        ema: the decay of the moving averages that servers shall keep of parameters; None = none.
+    """
 
     shoal: str
     parameters: tuple[Parameter, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     optimizers: tuple[OptimizerSpec, ...] = ()
     checksum: int = 0
+    ema: float | None = None
 
 
 class Welcome(Body, frozen=True):
@@ -199,18 +208,56 @@ class Values(Body, frozen=True):
         staleness: of the round that these values answer; -1 where none was applied.
         settings: the group's hyperparameters, to a worker whose own differ from its worker 0's.
         stop: the group is to end its loop after this step.
+        edition: counts what the group was sent of a chunk that travels as differences.
+        base: the edition to which this is a difference, or whose values have not changed; 0 = none.
     """
 
     skipped: bool = False
     staleness: int = -1
     settings: tuple[dict[str, Any], ...] | None = None
     stop: bool = False
+    edition: int = 0
+    base: int = 0
+
+
+class Pull(Body, frozen=True):
+    """What a worker asks for between steps, in PULL with a number above 0.
+
+    Attributes:
+        together: the workers of a group that ask with the same number get the same bytes; 0: this one only.
+        ema: the moving averages of parameters, not their values.
+    """
+
+    together: int = 0
+    ema: bool = False
 
 
 class Leave(Body, frozen=True):
     """A worker ends its loop; total as in Commit. The answer comes when all groups have left and synced."""
 
     total: int = 0
+
+
+class Lease(Body, frozen=True):
+    """A worker's question to server 0 for a block of leased data; in the answer also the block."""
+
+    ask: Ask
+    block: Block | None = None
+
+
+class Kept(Body, frozen=True):
+    """In STOP from a worker that has kept its server's parameters itself: what the server would have counted.
+
+    Attributes:
+        parameters: elements of parameters.
+        state_bytes: bytes of optimizer state.
+    """
+
+    rounds: int
+    applied: int
+    dropped: int
+    parameters: int
+    state_bytes: int
 
 
 class Missing(Body, frozen=True):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import Run
+from shoal.config import Config
 from shoal.testing import Report, run_cluster
 from shoal.transport.faulty import Judge
 
@@ -130,7 +131,7 @@ def plain(case: Case, dtype: torch.dtype = torch.float64) -> Values:
 
 def clustered(
     case: Case,
-    cluster: Mapping[str, Any],
+    cluster: Mapping[str, Any] | Config,
     dtype: torch.dtype = torch.float64,
     judge: Judge | None = None,
 ) -> Trained:

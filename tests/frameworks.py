@@ -69,6 +69,7 @@ def clustered(
     after: Callable[[Run, nn.Module], Any] = lambda run, model: values_of(model),
     batches: Sequence[Batch] | None = None,
     body: Body | None = None,
+    overlap: bool = False,
 ) -> Report:
     """The case, or `body` on its model, on a cluster; each worker's result is `after`'s.
 
@@ -81,7 +82,7 @@ def clustered(
         torch.set_num_threads(1)  # convolutions ask for their own thread's number
         model = models[run.rank]
         seeded(model, run.rank)
-        model, optimizer = run.prepare(model, case.optimizer(model))
+        model, optimizer = run.prepare(model, case.optimizer(model), overlap=overlap)
         mine = part(batches, run.rank, run.world_size)
         for _ in run.epochs(1):
             case.loop(model, optimizer, mine) if body is None else body(run, model, optimizer, mine)

@@ -428,3 +428,22 @@ def test_an_average_kept_by_the_user(decay: float | None, cluster: Mapping[str, 
     )
     for values in report.results.values():
         close(values, values_of(oracle))
+
+
+@pytest.mark.parametrize("cluster", ASYNCHRONOUS.values(), ids=ASYNCHRONOUS)
+def test_an_average_kept_by_the_user_where_groups_do_not_wait(cluster: Mapping[str, Any]) -> None:
+    """It is that of the values which this worker had after each of its steps, and can be evaluated."""
+
+    def body(run: Run, model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch]) -> None:
+        average = optim.swa_utils.AveragedModel(model, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        expected: dict[str, Tensor] = {}
+        for batch in batches:
+            fit(model, optimizer, [batch])
+            average.update_parameters(model)
+            for name, value in values_of(model).items():
+                expected[name] = expected.get(name, value).lerp(value, 1 - 0.9)
+            same(values_of(average.module), expected)
+        (data,) = regression(1)
+        assert run.evaluate(lambda: loss_of(average, *data).item()) == loss_of(average, *data).item()
+
+    clustered(Case(optimizer=made(optim.SGD, lr=0.02)), cluster, body=body)

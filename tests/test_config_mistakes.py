@@ -171,6 +171,28 @@ def test_impossible_topologies(block: dict[str, int], field: str, expected: str)
     assert (mistake.value, mistake.expected) == (json.dumps(block.get(field, 1)), expected)
 
 
+def test_mixed_placement_says_all_that_it_needs() -> None:
+    block = {
+        **{"nworker_groups": 2, "nserver_groups": 2, "nworkers_per_group": 4, "nservers_per_group": 4},
+        **{"nworkers_per_procs": 2, "nservers_per_procs": 2, "server_worker_separate": True},
+        **{"slicer": "singa", "server_placement": "mixed"},
+    }
+    found = mistakes(json.dumps({"cluster": block}), "my.yaml")
+    assert {mistake.place.rpartition("cluster.")[2]: mistake.expected for mistake in found} == {
+        "nservers_per_group": "must be 5 or more with server_placement mixed: "
+        "one beside each worker, and further ones",
+        "nworker_groups": "must be 1 with server_placement mixed",
+        "nserver_groups": "must be 1 with server_placement mixed",
+        "nworkers_per_procs": "must be 1 with server_placement mixed",
+        "nservers_per_procs": "must be 1 with server_placement mixed",
+        "server_worker_separate": "must be false with server_placement mixed",
+        "slicer": 'must be "balanced" with server_placement mixed',
+    }
+    assert mistakes(json.dumps({"cluster": {**block, "server_placement": "auto"}}), "my.yaml") == []
+    right = "cluster { nworkers_per_group: 4 nservers_per_group: 5 server_placement: mixed }"
+    assert mistakes(right) == []
+
+
 def test_counts_that_are_not_known_are_not_held_against_others() -> None:
     misspelt = "cluster: {nworker_grups: 4, nserver_groups: 2}"
     assert [mistake.nearest for mistake in mistakes(misspelt, "my.yaml")] == ["cluster.nworker_groups"]

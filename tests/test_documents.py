@@ -11,11 +11,13 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import typer
 import typer.main
+from torch.distributed.run import get_args_parser
 from torch.utils.data import TensorDataset
 
 import shoal
@@ -91,7 +93,14 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("line", commands())
 def test_commands_exist(line: str) -> None:
     program, *words = shlex.split(line)
-    if program == "shoal":
+    if program.startswith("SHOAL_CLUSTER="):
+        source, (program, *words) = program.partition("=")[2], words
+        assert source in PRESETS or Path(source).suffix in READERS
+    if program == "torchrun":
+        assert get_args_parser().parse_args(words).nproc_per_node.isdigit()
+        if "shoal" in words:
+            check_shoal(words[words.index("shoal") + 1 :])
+    elif program == "shoal":
         check_shoal(words)
     elif program == "source":
         assert words == [".venv/bin/activate"]
@@ -106,7 +115,7 @@ def check_shoal(words: list[str]) -> None:
     command = group.get_command(None, name)  # type: ignore[attr-defined]
     assert command is not None, f"there is no shoal {name}"
     arguments = command.make_context(name, rest).params
-    if name != "doctor":
+    if name not in ("doctor", "secret"):
         source = arguments.get("cluster") or arguments["conf"]
         assert source in PRESETS or Path(source).suffix in READERS
     for setting in arguments.get("settings") or ():
@@ -238,3 +247,23 @@ def test_the_diff_has_five_lines_and_turns_one_script_that_runs_into_another(
         return run.global_step
 
     assert set(run_cluster(train, "downpour").results.values()) == {5}
+
+
+def test_the_evaluations_of_script_md_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "".join(blocks((ROOT / "docs" / "script.md").read_text(), "python"))
+    assert "run.evaluate(test, data=testset" in code and "run.save_best(" in code
+    monkeypatch.chdir(tmp_path)
+    testset = TensorDataset(torch.randn(50, 4), torch.randint(3, (50,)))
+
+    def train(run: Run) -> tuple[float, float]:
+        model = torch.nn.Linear(4, 3)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        script: dict[str, Any] = {"run": run, "model": model, "torch": torch, "testset": testset}
+        exec(code, script)
+        with torch.no_grad():
+            found = (model(testset.tensors[0]).argmax(1) == testset.tensors[1]).double().mean().item()
+        return script["result"]["accuracy"], found
+
+    for told, found in run_cluster(train, "sandblaster").results.values():
+        assert told == pytest.approx(found)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.safetensors"]

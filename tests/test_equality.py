@@ -222,6 +222,26 @@ def test_sandblaster_and_allreduce_agree_bit_for_bit() -> None:
     same(first, again)
 
 
+@pytest.mark.parametrize("further", [1, 2, 3])
+def test_mixed_servers_equal_one_process_and_any_other_servers(further: int) -> None:
+    """With 3 further servers those beside workers hold no parameters, only buffers, or nothing."""
+    mixed = {"nworkers_per_group": 3, "nservers_per_group": 3 + further, "server_placement": "mixed"}
+    report = check(Case(large, adamw), mixed)
+    held = [report.events[f"server 0.{n}"].last("finished")["parameters"] for n in range(3 + further)]
+    beside, apart = {1: (1 / 5, 2 / 5), 2: (1 / 11, 4 / 11), 3: (0, 1 / 3)}[further]
+    for fraction, count in zip([beside] * 3 + [apart] * further, held, strict=True):
+        assert abs(count - fraction * sum(held)) <= 65
+    one, other = (clustered(Case(large, adamw), c, torch.float32).values[0] for c in (mixed, ALLREDUCE))
+    same(one, other)
+    for values in clustered(Case(normed), mixed).values:
+        close(values, averaged(Case(normed), 3))
+
+
+def normed() -> nn.Module:
+    """Batch statistics, which are buffers."""
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+
 @pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE], ids=["sandblaster", "allreduce"])
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_the_order_of_arrival_never_shows(cluster: Mapping[str, Any], late: int) -> None:

@@ -164,7 +164,7 @@ def test_a_server_beside_a_worker_ends_it_under_its_own_name(fork: Fork) -> None
 def test_a_worker_waits_for_the_servers_beside_it(fork: Fork) -> None:
     served = threading.Event()
 
-    def serve(_: object) -> None:
+    def serve(*_: object) -> None:
         served.wait()
         print("served")
 

@@ -50,7 +50,9 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
-def prepared(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Prepared:
+def prepared(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, ema: float | None = None
+) -> Prepared:
     """What a probe is shown."""
     seen: list[Prepared] = []
 
@@ -60,8 +62,17 @@ def prepared(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config)
 
     session.attach_probe(probe, config)
     with pytest.raises(SystemExit):
-        session.init().prepare(model, optimizer)
+        session.init().prepare(model, optimizer, ema=ema)
     return seen[0]
+
+
+def test_mixed_servers_are_told_their_parts() -> None:
+    config = load("allreduce", ["cluster.nservers_per_group=4", "cluster.server_placement=mixed"])
+    model = net()
+    told = prepared(model, OPTIMIZERS["Adam"](model), config)
+    held = [budget.of_server(told, config, server).elements for server in Topology.of(config.cluster).servers]
+    for part, count in zip([1 / 5, 1 / 5, 1 / 5, 2 / 5], held, strict=True):
+        assert abs(count - part * sum(held)) <= 65
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -106,6 +117,28 @@ def test_masters_are_foretold() -> None:
         assert need.parameters == need.elements * (2 + 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
+def test_moving_averages_are_foretold(dtype: torch.dtype) -> None:
+    config = load("sandblaster")
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3)).to(dtype)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(run: Run) -> None:
+        run.prepare(*make(), ema=0.9)
+
+    told = {ema: prepared(*make(), config, ema) for ema in (None, 0.9)}
+    report = run_cluster(train, config)
+    together = 0
+    for server in Topology.of(config.cluster).servers:
+        needs = {ema: budget.of_server(told[ema], config, server) for ema in told}
+        more = needs[0.9].parameters - needs[None].parameters
+        assert more == report.servers[server.name]._shard.ema_bytes > 0
+        together += more
+    assert together == (50 * 4 + 4 * 3 + 3) * (8 if dtype == torch.float64 else 4) + 50 * 8
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -137,7 +170,7 @@ def test_the_parts_make_the_model() -> None:
     model = net()
     told = prepared(model, OPTIMIZERS["Adam"](model), config)
     servers = [budget.of_server(told, config, server) for server in Topology.of(config.cluster).servers]
-    worker = budget.of_worker(told)
+    worker = budget.of_worker(told, config)
     parameters = sum(p.nbytes for p in model.parameters())
     buffers = sum(b.nbytes for b in model.buffers())
     assert sum(need.parameters for need in servers) == worker.parameters == parameters
@@ -145,6 +178,21 @@ def test_the_parts_make_the_model() -> None:
     assert worker.gradients == parameters - model[3].bias.nbytes  # type: ignore[union-attr, operator]
     assert worker.copies == parameters + buffers  # the slots
     assert sum(need.gradients for need in servers) == 4 * (parameters + buffers)  # a share of each worker
+    assert sum(need.copies for need in servers) == 2 * (parameters + buffers)  # what each group was last sent
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_what_encoding_keeps_is_foretold(name: str) -> None:
+    config = load("sandblaster", [f"cluster.wire_dtype={name}"])
+    model = net()
+    told = prepared(model, OPTIMIZERS["SGD"](model), config)
+    parameters = sum(p.nbytes for p in model.parameters())
+    slots = parameters + sum(b.nbytes for b in model.buffers())
+    kept = {"float32": 0, "bfloat16": parameters, "int8": 3 * parameters}[name]
+    assert budget.of_worker(told, config).copies == slots + kept
+    servers = Topology.of(config.cluster).servers
+    known = sum(budget.of_server(told, config, server).copies for server in servers)
+    assert known == (0 if name == "float32" else parameters)
 
 
 def test_many_parameters_are_counted() -> None:

@@ -224,6 +224,28 @@ def test_balanced_is_within_one_atom(parameters: tuple[Parameter, ...], servers:
         assert max(bytes_on[n] for n in holders) - min(bytes_on) <= max(atom_bytes(p) for p in free)
 
 
+@given(models(), st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any), st.integers(1, 3))
+@settings(max_examples=500, deadline=None)
+def test_weights_give_parts_within_one_atom(
+    parameters: tuple[Parameter, ...], weights: list[int], groups: int
+) -> None:
+    plan = make_plan(parameters, (), len(weights), groups, weights=weights)
+    largest = max((atom_bytes(p) for p in parameters if p.numel), default=0)
+    volume = sum(p.nbytes for p in parameters)
+    for held, weight in zip(loads(plan), weights, strict=True):
+        assert abs(held - volume * weight / sum(weights)) <= largest + 1
+        assert weight or not held
+
+
+@given(models(), st.integers(1, 7), st.integers(1, 3), st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_equal_weights_are_none(
+    parameters: tuple[Parameter, ...], servers: int, groups: int, weight: int
+) -> None:
+    plan = make_plan(parameters, (), servers, groups)
+    assert make_plan(parameters, (), servers, groups, weights=[weight] * servers).digest == plan.digest
+
+
 @given(models(), st.integers(1, 9), st.integers(1, 4))
 @settings(max_examples=300, deadline=None)
 def test_balanced_cuts_only_between_atoms(
@@ -415,8 +437,12 @@ def test_a_difference_names_three_at_most() -> None:
     [
         ({"servers": 0}, "servers = 0"),
         ({"server_groups": 0}, "server_groups = 0"),
-        ({"chunk_bytes": 0}, "chunk_bytes = 0"),
+        ({"chunk_bytes": -1}, "chunk_bytes = -1"),
         ({"slicer": "fair"}, "'fair'"),
+        ({"slicer": "singa", "weights": [1]}, "singa knows no weights"),
+        ({"weights": [1, 1]}, r"weights \[1, 1\] for 1 servers"),
+        ({"servers": 2, "weights": [2, -1]}, r"weights \[2, -1\] for 2 servers"),
+        ({"servers": 2, "weights": [0, 0]}, r"weights \[0, 0\] for 2 servers"),
         ({"parameters": [Parameter("w", (1,), "float8_e5m2")]}, "w has dtype float8_e5m2"),
     ],
 )

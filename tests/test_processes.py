@@ -38,6 +38,10 @@ RUNS: dict[str, list[str]] = {
         *("--cluster", "allreduce", "--set", "cluster.nworkers_per_group=4"),
         *("--set", "cluster.nservers_per_group=2", "--set", "cluster.nworkers_per_procs=2"),
     ],
+    "hybrid mixed": [
+        *("--cluster", "allreduce", "--set", "cluster.nworkers_per_group=2"),
+        *("--set", "cluster.server_placement=mixed"),
+    ],
     "independent": [
         *("--cluster", "hogwild", "--set", "cluster.nserver_groups=0", "--set", "cluster.nworker_groups=2"),
     ],
@@ -112,7 +116,7 @@ def test_bytes_flow_between_those_who_talk_and_nobody_else(
 ) -> None:
     run, topology = run_of(name), run_of(name).topology
     expected = set()
-    for worker in topology.workers:
+    for worker in topology.workers if name != "independent" else ():  # each is alone with its server
         for server in topology.servers_of(worker):
             expected |= {(worker.name, server.name), (server.name, worker.name)}
     sent = {(row["from"], row["to"]): row["bytes"] for row in run.summary["traffic"]}
@@ -142,6 +146,12 @@ def test_each_member_of_an_allreduce_holds_its_part_of_the_state(run_of: Callabl
     assert total >= 2 * 4 * parameters
     for shard in shards.values():
         assert abs(shard["state_bytes"] / total - 1 / 3) < 0.02
+
+
+def test_mixed_servers_hold_their_parts(run_of: Callable[[str], Finished]) -> None:
+    held = [shard["parameters"] for shard in run_of("hybrid mixed").summary["shards"].values()]
+    for part, count in zip([1 / 4, 1 / 4, 1 / 2], held, strict=True):
+        assert abs(count - part * sum(held)) <= 65
 
 
 def test_frameworks_of_one_size_agree_bit_for_bit(run_of: Callable[[str], Finished]) -> None:

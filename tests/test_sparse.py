@@ -576,7 +576,7 @@ def test_training_goes_on_after_a_common_end() -> None:
 
 def whole(run: Run) -> Tensor:
     """The table as the group's servers hand it to a worker that has nothing yet."""
-    _, exchange = run._training._joined()
+    _, exchange = run._training.joined()
     values = exchange.pull().values
     assert all(isinstance(flat, Tensor) for flat in values.values())
     return torch.cat([values[number] for number in sorted(values)])  # type: ignore[misc]
@@ -611,7 +611,7 @@ def test_the_end_of_a_loop_stays_while_others_begin_the_next() -> None:
         run.prepare(model, optimizer)
         one_step(model, optimizer, rows_at(run.rank, 0))
         run._training.end_loop()
-        run._training._joined()[1].settle()
+        run._training.joined()[1].settle()
         run._training.settled = True
         script.turn("both have left")
         if run.group:

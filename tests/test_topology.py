@@ -128,6 +128,22 @@ def test_hosts() -> None:
     assert homes(shape((1, 2), (1, 2), separate=True)) == {"s0.0": None, "s0.1": None}
 
 
+@pytest.mark.parametrize(("workers", "further"), [(1, 1), (2, 1), (4, 2), (3, 5)])
+def test_mixed_servers_are_beside_their_workers_and_then_apart(workers: int, further: int) -> None:
+    cluster = Cluster(
+        nworkers_per_group=workers, nservers_per_group=workers + further, server_placement="mixed"
+    )
+    assert not list(impossibilities(cluster))
+    topology = Topology.of(cluster)
+    beside = {f"s0.{index}": f"w0.{index}" for index in range(workers)}
+    assert homes(topology) == beside | {f"s0.{index + workers}": None for index in range(further)}
+    assert (topology.framework, topology.processes, topology.os_processes) == (
+        "hybrid",
+        workers + further,
+        workers + further,
+    )
+
+
 def test_a_server_left_over_is_not_allreduce() -> None:
     assert shape((1, 3), (1, 4)).framework == "hybrid"
 

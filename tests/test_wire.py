@@ -17,6 +17,7 @@ import shoal.training
 import shoal.wire as wire
 from shoal import Run
 from shoal.errors import ModelMismatch, PeerFailed, ProtocolError
+from shoal.leases import Ask, Block
 from shoal.parameters import checked
 from shoal.partition import Buffer, Parameter, make_plan
 from shoal.testing import run_cluster
@@ -49,6 +50,7 @@ BODIES: dict[Kind, Body | None] = {
     Kind.HEARTBEAT: wire.Missing(("worker 0.1",)),
     Kind.REFUSE: wire.Refuse("ModelMismatch", "missing: a"),
     Kind.STOP: None,
+    Kind.LEASE: wire.Lease(Ask(0, 1, 20, 300, 64), Block(16, 40, 48)),
 }
 
 

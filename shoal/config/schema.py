@@ -19,7 +19,16 @@ from shoal.errors import Mistake
 
 MEMBERS = 4096  # more on one machine is a slip of the keyboard
 LAST_PORT = 65535
+MIXED = {  # what server_placement mixed needs: one group, a host for each worker, parts as weighed
+    "nworker_groups": 1,
+    "nserver_groups": 1,
+    "nworkers_per_procs": 1,
+    "nservers_per_procs": 1,
+    "server_worker_separate": False,
+    "slicer": "balanced",
+}
 CLASS = r"^[\w.]+:\w+$"
+MEMBERS_OF_A_HOST = r"^(worker|server) \d+\.\d+(, *(worker|server) \d+\.\d+)*$"
 
 Count = Annotated[StrictInt, Field(ge=1, description="must be a whole number, 1 or more")]
 Whole = Annotated[StrictInt, Field(ge=0, description="must be a whole number, 0 or more")]
@@ -38,7 +47,22 @@ Factor = Annotated[
     float, Strict(), Field(ge=0, allow_inf_nan=False, description="must be a number, 0 or more")
 ]
 Scale = Annotated[Literal["sum", "mean"], Field(description="must be one of sum, mean")]
+WireDtype = Annotated[
+    Literal["float32", "bfloat16", "float16", "int8", "topk"],
+    Field(description="must be one of float32, bfloat16, float16, int8, topk"),
+]
+Fraction = Annotated[
+    float, Strict(), Field(gt=0, le=1, description="must be a number above 0, 1 at the most")
+]
 ServerDtype = Annotated[Literal["same", "float32"], Field(description="must be one of same, float32")]
+Data = Annotated[Literal["dealt", "leased"], Field(description="must be one of dealt, leased")]
+Security = Annotated[Literal["curve", "trusted"], Field(description="must be one of curve, trusted")]
+Together = Annotated[StrictStr, Field(pattern=MEMBERS_OF_A_HOST)]
+Hosts = Annotated[
+    tuple[Together, ...],
+    Field(description="must be a list of machines, each with its members, as in worker 0.0, server 0.0"),
+]
+Placement = Annotated[Literal["auto", "mixed"], Field(description="must be one of auto, mixed")]
 Slicer = Annotated[Literal["balanced", "singa"], Field(description="must be one of balanced, singa")]
 
 SECTION = "must be a section with fields"
@@ -53,9 +77,15 @@ class Cluster(_Section):
 
     ``nserver_groups 0`` gives each worker group as many servers as it has workers, each beside its
     worker and never synchronised; ``nservers_per_group`` and ``nservers_per_procs`` then say nothing.
+    ``server_placement mixed`` has one server beside each worker and the others on further hosts, each with
+    the part of the model that suits its place.
     ``start_port`` is the first tcp port, 0 = any. ``poll_time`` is accepted and has no effect.
-    ``max_delay`` is in steps; None = no bound. What ``staleness_rate``, ``delay_compensation`` and
-    ``group_scale`` do to an update is in ``shoal.asynchrony``; ``warmup_steps`` are worker group 0's.
+    ``max_delay`` is in steps; None = no bound. ``chunk_bytes`` 0 leaves the size to the plan. What
+    ``staleness_rate``, ``delay_compensation`` and ``group_scale`` do to an update is in
+    ``shoal.asynchrony``; ``warmup_steps`` are worker group 0's.
+    ``security``, ``interface`` and ``hosts`` are for runs on several machines: whether their wires are locked
+    or everyone on the network is trusted, at which interface or network they listen, who is where.
+    ``data`` is whether each group has a fixed part of an epoch or leases it block by block.
     """
 
     nworker_groups: Count = 1
@@ -65,19 +95,27 @@ class Cluster(_Section):
     nworkers_per_procs: Count = 1
     nservers_per_procs: Count = 1
     server_worker_separate: Switch = False
+    server_placement: Placement = "auto"
     sync_freq: Count = 1
     workspace: Text = None
     start_port: Port = 0
     share_memory: Switch = True
     poll_time: Whole = 100
     max_delay: Delay = None
+    chunk_bytes: Whole = 0
     transport: Transport = "auto"
+    security: Security = "curve"
+    interface: Text = None
+    hosts: Hosts = ()
     slicer: Slicer = "balanced"
     staleness_rate: Switch = False
     delay_compensation: Factor = 0.0
     group_scale: Scale = "sum"
     warmup_steps: Whole = 0
     server_dtype: ServerDtype = "same"
+    wire_dtype: WireDtype = "float32"
+    topk_fraction: Fraction = 0.01
+    data: Data = "dealt"
 
 
 class Timeouts(_Section):
@@ -86,7 +124,8 @@ class Timeouts(_Section):
     ``ask`` is how long a worker waits before it asks after a missing reply; ``evaluate`` how long
     peers wait for an evaluation; ``finish`` how long a finished worker waits for slower groups, or another
     group for the end of the first one's warm-up; ``replay`` how long a server waits for the message that is
-    next in its schedule.
+    next in its schedule; ``heartbeat`` how long a machine may give no sign of life before its members count
+    as gone.
     """
 
     start: Seconds = 60.0
@@ -96,6 +135,7 @@ class Timeouts(_Section):
     evaluate: Seconds = 3600.0
     finish: Seconds = 86400.0
     replay: Seconds = 120.0
+    heartbeat: Seconds = 10.0
 
 
 class Config(_Section):
@@ -164,6 +204,24 @@ def impossibilities(cluster: Cluster) -> Iterator[Impossibility]:
             cluster.start_port,
             f"must leave two ports for each server: the last would be {last}, and there are {LAST_PORT}",
         )
+    if cluster.server_placement == "mixed":
+        yield from _not_mixed(cluster)
+
+
+def _not_mixed(cluster: Cluster) -> Iterator[Impossibility]:
+    """What keeps the servers of one group from being both beside its workers and on further hosts."""
+    least = cluster.nworkers_per_group + 1
+    if cluster.nservers_per_group < least:
+        yield Impossibility(
+            ("nservers_per_group", "nworkers_per_group", "server_placement"),
+            cluster.nservers_per_group,
+            f"must be {least} or more with server_placement mixed: one beside each worker, and further ones",
+        )
+    for field, needed in MIXED.items():
+        if getattr(cluster, field) != needed:
+            value = getattr(cluster, field)
+            expected = f"must be {shown(needed)} with server_placement mixed"
+            yield Impossibility((field, "server_placement"), value, expected)
 
 
 def mistakes(values: Mapping[str, object], place: Callable[[str], str], *, whole: bool) -> list[Mistake]:

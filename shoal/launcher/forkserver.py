@@ -37,6 +37,7 @@ IMPORTS = (
     "torch.distributed",
     "shoal.session",
     "shoal.launcher.member",
+    "shoal.launcher.torchrun",  # where shoal.init is
 )
 
 LONGEST = 50  # characters of the temporary folder's path; with a socket's name it must stay below 108
@@ -210,10 +211,13 @@ class Team:
 
 def private_directory() -> Path:
     """A directory for sockets that only this user may enter."""
+    return Path(tempfile.mkdtemp(prefix="shoal-", dir=temporary_folder()))
+
+
+def temporary_folder() -> str:
+    """The temporary folder, or /tmp where that one's name is too long for a socket in it."""
     folder = tempfile.gettempdir()
-    return Path(
-        tempfile.mkdtemp(prefix="shoal-", dir=folder if len(os.fsencode(folder)) <= LONGEST else "/tmp")
-    )
+    return folder if len(os.fsencode(folder)) <= LONGEST else "/tmp"
 
 
 if __name__ == "__main__":

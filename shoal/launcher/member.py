@@ -29,6 +29,7 @@ from shoal.events import Events
 from shoal.launcher import FAILED, FAILED_HERE, FINISHED, STOPPED, Spawn
 from shoal.rundir import RunDir
 from shoal.session import Membership
+from shoal.site import OneMachine
 from shoal.topology import Member, Topology
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -112,11 +113,12 @@ class Process:
         signal.signal(signal.SIGTERM, self._stop)
         # A process that the script forks is ended by SIGTERM as everywhere.
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-        body = self._work if self._member.role == "worker" else self._serve
+        body = self._work if self._member.role == "worker" else lambda: self._serve(self._member)
         return self._guarded(self._member, body)
 
-    def _serve(self) -> None:
-        session.serve(self._membership(self._member))
+    def _serve(self, member: Member) -> None:
+        membership = self._membership(member)
+        session.serve(membership, OneMachine(membership), self._events(member))
 
     def _work(self) -> None:
         threads = [
@@ -126,7 +128,8 @@ class Process:
         ]
         for thread in threads:
             thread.start()
-        session.attach(self._membership(self._member))
+        membership = self._membership(self._member)
+        session.attach(membership, OneMachine(membership), self._events(self._member))
         session.seed_everything(self._config.seed)
         run_script(self._spawn.script, self._spawn.args)
         session.finish()
@@ -134,8 +137,7 @@ class Process:
             thread.join()
 
     def _serve_beside(self, server: Member) -> None:
-        membership = self._membership(server)
-        code = self._guarded(server, lambda: session.serve(membership))
+        code = self._guarded(server, lambda: self._serve(server))
         if code != 0:
             sys.stderr.flush()
             os._exit(code)  # at once: the worker may be deep in a computation that nothing else ends
@@ -152,8 +154,11 @@ class Process:
             schedules=self._spawn.schedules,
         )
 
+    def _events(self, member: Member) -> Events:
+        return Events(self._run_dir.events(member), member.name)
+
     def _guarded(self, member: Member, body: Callable[[], None]) -> int:
-        events = Events(self._run_dir.events(member), member.name)
+        events = self._events(member)
         events.write("started", pid=os.getpid(), incarnation=self._spawn.incarnation)
         try:
             body()
@@ -211,7 +216,9 @@ def run_script(script: str, args: Sequence[str]) -> None:
 def user_traceback(error: BaseException) -> str:
     """The traceback as Python prints it, from the script's own frame on."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(
+        __file__
+    ):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
 

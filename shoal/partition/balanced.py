@@ -1,4 +1,4 @@
-"""The balanced slicer: every server about the same bytes."""
+"""The balanced slicer: every server about the same bytes, or about its part of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from dataclasses import replace
 from shoal.partition.plan import ITEMSIZE, Parameter, Slice
 
 
-def slices(parameters: Sequence[Parameter], servers: int, groups: int) -> list[Slice]:
-    """The slices, in the order of parameters; ``make_plan`` says how even they are."""
-    loads = [0] * servers  # bytes
+def slices(parameters: Sequence[Parameter], weights: Sequence[int], groups: int) -> list[Slice]:
+    """The slices, in the order of parameters; ``make_plan`` says how even they are. One weight per server."""
+    loads = _head_starts(sum(parameter.nbytes for parameter in parameters), weights)
     placed = _place_whole(parameters, loads) + _pour(parameters, loads)
     joined = _joined(sorted(placed, key=_place))
-    shards = ([s for s in joined if s.server == server] for server in range(servers))
+    shards = ([s for s in joined if s.server == server] for server in range(len(weights)))
     return sorted((s for shard in shards for s in _with_masters(parameters, shard, groups)), key=_place)
+
+
+def _head_starts(volume: int, weights: Sequence[int]) -> list[int]:
+    """Loads (bytes) to begin with, so that filling all to one level gives each its part of the volume.
+
+    A server of weight 0 begins so high that nothing reaches it.
+    """
+    parts = [volume * weight // sum(weights) for weight in weights]
+    return [max(parts) - part if weight else 2 * volume for part, weight in zip(parts, weights, strict=True)]
 
 
 def _place(s: Slice) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from shoal.errors import UsageError
+from shoal.transport.memory import Memory
 from shoal.wire import BULK, Body, Frame, Header, Kind, Message, decode, encode
 
 Lane = Literal["control", "bulk"]
@@ -38,6 +39,11 @@ class Endpoint(Protocol):
     """One member's end of the wires; used by one thread at a time."""
 
     name: str
+
+    @property
+    def memory(self) -> Memory:
+        """Where what is sent may lie, so that peers on this machine read it in place."""
+        ...
 
     @property
     def traffic(self) -> Counter[str]:
@@ -78,18 +84,26 @@ class Post:
     ) -> Token:
         """Send one message; `fields` are the header's.
 
+        A single frame that lies in memory that the peer shares is not sent: the peer is told where it lies,
+        and reads it there. So it must stay as it is until the protocol says that the peer is done with it.
+
         Raises:
             UsageError: after `close`.
         """
         if self._closed:
             raise UsageError("the run is closed", member=self.endpoint.name, remedy="call run.close() last")
         fields.setdefault("sequence", next(self._sequence))
+        place = self.endpoint.memory.place(peer, frames[0]) if len(frames) == 1 else ""
+        if place:
+            self.endpoint.traffic[peer] += memoryview(frames[0]).nbytes
+            frames = ()
         header = Header(
             kind=kind,
             run=self._run,
             sender=self.endpoint.name,
             life=self.life,
             plan=self.plan,
+            place=place,
             sent=time.time(),
             **fields,
         )
@@ -98,9 +112,15 @@ class Post:
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""
         frames = self.endpoint.recv(timeout)
-        return None if frames is None else decode(frames, self._run)
+        if frames is None:
+            return None
+        message = decode(frames, self._run)
+        if not message.header.place:
+            return message
+        return Message(message.header, message.content, [self.endpoint.memory.at(message.header.place)])
 
     def close(self) -> None:
         """Send what is still queued; nothing can be sent after it."""
         self._closed = True
         self.endpoint.close()
+        self.endpoint.memory.close()

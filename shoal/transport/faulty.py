@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from shoal.transport import Endpoint, Lane, Released, Token
+from shoal.transport.memory import Memory
 from shoal.wire import Frame, Header
 
 Fate = Literal["deliver", "lose", "double", "hold"]
@@ -37,6 +38,11 @@ class Faulty:
     def traffic(self) -> Counter[str]:
         """Payload bytes handed to the wrapped endpoint, by receiver."""
         return self._inner.traffic
+
+    @property
+    def memory(self) -> Memory:
+        """The wrapped endpoint's."""
+        return self._inner.memory
 
     def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
         """See Endpoint.send; the judge may decide otherwise."""

@@ -1,6 +1,7 @@
 """Members as threads of one process: queues instead of sockets.
 
-Payloads are copied when they are sent, as a wire would, so that what holds here holds between processes.
+Payloads are copied when they are sent, as a wire would, or lie in shared memory, as they do between processes
+of one machine; so what holds here holds there.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from shoal.transport import Lane, Released, Token
+from shoal.transport.memory import Memory
 from shoal.wire import Frame
 
 
 class Hub:
-    """Where in-process endpoints find each other."""
+    """Where in-process endpoints find each other.
 
-    def __init__(self) -> None:
+    Args:
+        shared: whether they read each other's memory in place.
+    """
+
+    def __init__(self, shared: bool = True) -> None:
+        self.shared = shared
         self._mailboxes: dict[str, _Mailbox] = {}
         self._lock = threading.Lock()
 
@@ -50,6 +57,7 @@ class InProcess:
     def __init__(self, hub: Hub, name: str) -> None:
         self.name = name
         self.traffic: Counter[str] = Counter()
+        self.memory = Memory(lambda peer: hub.shared)
         self._hub = hub
         self._mailbox = hub.mailbox(name)
 

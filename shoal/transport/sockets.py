@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 import zmq
 
 from shoal.errors import LaunchError, PeerFailed
+from shoal.keys import Lock
 from shoal.transport import Lane, Released, Token
+from shoal.transport.memory import Memory
 from shoal.wire import Frame
 
 LANES: tuple[Lane, Lane] = ("control", "bulk")
@@ -46,12 +48,21 @@ class Sockets:
         bind: addresses to listen at, for a server.
         dial: peer → its addresses, for those this member speaks to first.
         linger: seconds that closing waits for what is still queued.
+        memory: what peers on this machine share with this member.
+        lock: encrypts what is listened at and dialled.
     """
 
     def __init__(
-        self, name: str, bind: Addresses | None, dial: Mapping[str, Addresses], linger: float
+        self,
+        name: str,
+        bind: Addresses | None,
+        dial: Mapping[str, Addresses],
+        linger: float,
+        memory: Memory | None = None,
+        lock: Lock | None = None,
     ) -> None:
         self.name = name
+        self.memory = memory or Memory()
         self.traffic: Counter[str] = Counter()
         self._linger = linger
         self._context = zmq.Context()
@@ -60,6 +71,8 @@ class Sockets:
         self._dealers: dict[tuple[str, Lane], zmq.Socket[bytes]] = {}
         self._early: dict[tuple[str, Lane], list[list[Frame]]] = defaultdict(list)
         self._heard: set[tuple[str, Lane]] = set()
+        self._lock = lock
+        self._gate = lock.gate(self._context) if lock is not None and bind is not None else None
         for lane, address in (bind or {}).items():
             self._routers[lane] = self._listen(lane, address)
         for peer, addresses in dial.items():
@@ -70,6 +83,8 @@ class Sockets:
         for lane in LANES:
             dealer = self._socket(zmq.DEALER)
             dealer.routing_id = self.name.encode()
+            if self._lock is not None:
+                self._lock.dial(dealer, peer)
             dealer.connect(addresses[lane])
             dealer.send(KNOCK)
             self._dealers[peer, lane] = dealer
@@ -89,10 +104,12 @@ class Sockets:
         socket = self._socket(zmq.ROUTER)
         socket.router_mandatory = True
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self._lock is not None:
+            self._lock.listen(socket)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._end(0.0)
             raise LaunchError(
                 f"cannot listen at {address} for its {lane} lane: {error.strerror or error}",
                 member=self.name,
@@ -139,4 +156,9 @@ class Sockets:
 
     def close(self) -> None:
         """See Endpoint.close."""
-        self._context.destroy(linger=round(self._linger * 1000))
+        self._end(self._linger)
+
+    def _end(self, linger: float) -> None:
+        if self._gate is not None:
+            self._gate.close()
+        self._context.destroy(linger=round(linger * 1000))

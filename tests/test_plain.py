@@ -1,0 +1,227 @@
+"""Plain sockets between members: nothing lost, control first, strangers and nonsense shut out."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import LaunchError, PeerFailed
+from shoal.transport import Lane
+from shoal.transport.plain import PlainSockets
+from shoal.wire import Frame
+
+MANY = 2000
+SECRET = "the run's"
+Pair = tuple[PlainSockets, PlainSockets]
+
+
+def member(name: str, listen: str | None = None, secret: str = SECRET) -> PlainSockets:
+    return PlainSockets(name, secret, listen, 5.0)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as private:
+        yield f"ipc://{private}/s" if request.param == "ipc" else "tcp://127.0.0.1:0"
+
+
+@pytest.fixture
+def pair(address: str) -> Iterator[Pair]:
+    server, worker = member("server 0.0", address), member("worker 0.0")
+    worker.dial("server 0.0", server.bound, 5.0)
+    yield server, worker
+    close(server, worker)
+
+
+def close(*members: PlainSockets) -> None:
+    """Both ends at once, for each waits until the other has read everything."""
+    threads = [threading.Thread(target=endpoint.close) for endpoint in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def take(endpoint: PlainSockets, count: int, seconds: float = 30.0) -> list[list[bytes]]:
+    """So many messages as bytes; None is no message yet."""
+    found: list[list[bytes]] = []
+    for _ in range(int(seconds * 10) + 100 * count):
+        if len(found) == count:
+            break
+        frames = endpoint.recv(0.1)
+        if frames is not None:
+            found.append([bytes(frame) for frame in frames])
+    assert len(found) == count
+    return found
+
+
+def burst(endpoint: PlainSockets, peer: str) -> Callable[[], None]:
+    def send() -> None:
+        for number in range(MANY):
+            lane: Lane = "bulk" if number % 2 else "control"
+            payload: list[Frame] = [number.to_bytes(4, "big") * 256] if number % 2 else []
+            endpoint.send(peer, lane, [number.to_bytes(4, "big"), b"", *payload])
+
+    return send
+
+
+def greet(server: PlainSockets, worker: PlainSockets) -> None:
+    """Until the server knows the worker by name."""
+    worker.send(server.name, "control", [b"hello", b""])
+    take(server, 1)
+
+
+def test_nothing_is_lost_and_each_lane_keeps_its_order(pair: Pair) -> None:
+    server, worker = pair
+    for sender, receiver in ((worker, server), (server, worker)):
+        thread = threading.Thread(target=burst(sender, receiver.name))
+        thread.start()
+        found = take(receiver, MANY)
+        thread.join()
+        numbers = [int.from_bytes(frames[0], "big") for frames in found]
+        assert [n for n in numbers if n % 2 == 0] == list(range(0, MANY, 2))
+        assert [n for n in numbers if n % 2 == 1] == list(range(1, MANY, 2))
+        assert all(frames[2] == frames[0] * 256 for frames in found if len(frames) > 2)
+
+
+def test_only_payload_counts_as_traffic(pair: Pair) -> None:
+    server, worker = pair
+    worker.send(server.name, "control", [b"header", b"body"])
+    worker.send(server.name, "bulk", [b"header", b"body", b"x" * 1000, bytearray(24)])
+    assert dict(worker.traffic) == {server.name: 1024}
+    take(server, 2)
+    server.send(worker.name, "bulk", [b"header", b"", b"y" * 7])
+    take(worker, 1)
+    assert dict(server.traffic) == {worker.name: 7}
+
+
+def test_control_overtakes_what_the_kernel_has_not_taken(pair: Pair) -> None:
+    server, worker = pair
+    greet(server, worker)
+    for _ in range(20):
+        worker.send(server.name, "bulk", [b"bulk", b"", bytes(10_000_000)])
+    worker.send(server.name, "control", [b"control", b""])
+    kinds = [frames[0] for frames in take(server, 21)]
+    assert b"control" in kinds[:3]
+
+
+def test_large_messages_pass_in_both_directions_at_once(pair: Pair) -> None:
+    server, worker = pair
+    greet(server, worker)
+    sizes = [1, 65_535, 65_536, 65_537, 30_000_000, 0, 131_072]
+    for near, far in ((worker, server), (server, worker)):
+        for number, size in enumerate(sizes):
+            near.send(far.name, "bulk", [bytes([number]), b"b" * number, bytes([number]) * size, b"end"])
+    for endpoint in (server, worker):
+        found = take(endpoint, len(sizes))
+        wanted = [[bytes([n]), b"b" * n, bytes([n]) * size, b"end"] for n, size in enumerate(sizes)]
+        assert found == wanted
+
+
+def test_a_token_waits_until_the_kernel_has_the_frames(pair: Pair) -> None:
+    server, worker = pair
+    greet(server, worker)
+    payload = bytearray(b"a" * 50_000_000)
+    token = worker.send("server 0.0", "bulk", [b"header", b"", payload])
+    assert not token.wait(0.05), "nobody reads yet"
+    (frames,) = take(server, 1)
+    assert token.wait(5)
+    payload[:] = b"b" * len(payload)
+    assert frames[2] == b"a" * len(payload)
+
+
+def test_what_a_server_sends_before_it_was_dialled_arrives(address: str) -> None:
+    server, worker = member("server 0.0", address), member("worker 0.0")
+    for lane in ("control", "bulk"):
+        server.send("worker 0.0", lane, [lane.encode(), b"", b"early"])  # type: ignore[arg-type]
+    worker.dial("server 0.0", server.bound, 5.0)
+    for _ in range(2):  # somebody has come; it is the worker
+        assert server.recv(5.0) is None
+    assert sorted(frames[0] for frames in take(worker, 2)) == [b"bulk", b"control"]
+    close(server, worker)
+
+
+def test_what_was_sent_last_arrives_after_closing(address: str) -> None:
+    server, worker = member("server 0.0", address), member("worker 0.0")
+    worker.dial("server 0.0", server.bound, 5.0)
+    greet(server, worker)
+    server.send("worker 0.0", "bulk", [b"unread", b"", bytes(1000)])  # it must not cost the server the last
+    worker.send("server 0.0", "bulk", [b"last", b"", bytes(20_000_000)])
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    (frames,) = take(server, 1)
+    assert (frames[0], len(frames[2])) == (b"last", 20_000_000)
+    close(server)
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_a_server_hears_that_a_worker_is_gone_and_a_worker_goes_on(pair: Pair) -> None:
+    server, worker = pair
+    greet(server, worker)
+    close(worker)
+    assert server.recv(0.2) is None
+    with pytest.raises(PeerFailed, match=r"server 0\.0: worker 0\.0 cannot be reached any more"):
+        server.send("worker 0.0", "control", [b"header", b""])
+
+
+def test_who_does_not_know_the_secret_is_not_heard(pair: Pair) -> None:
+    server, worker = pair
+    greet(server, worker)
+    stranger = member("worker 0.0", secret="another run's")
+    stranger.dial("server 0.0", server.bound, 5.0)
+    stranger.send("server 0.0", "control", [b"forged", b""])
+    assert server.recv(0.2) is None
+    server.send("worker 0.0", "control", [b"for the real one", b""])
+    assert take(worker, 1)[0][0] == b"for the real one"
+    assert stranger.recv(0.2) is None
+    close(stranger)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        struct.pack("<II", 0, 0),
+        struct.pack("<II", 1 << 31, 0),
+        struct.pack("<IIQ", 1, 7, 4) + b"abcd",
+        struct.pack("<IIQ", 1, 0, 1 << 60),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_nonsense_ends_its_own_link_only(pair: Pair, nonsense: bytes) -> None:
+    server, worker = pair
+    greet(server, worker)
+    at = server.bound.partition("://")[2]
+    tcp = server.bound.startswith("tcp")
+    stranger = socket.socket(socket.AF_INET if tcp else socket.AF_UNIX)
+    host, _, port = at.rpartition(":")
+    stranger.connect((host, int(port)) if tcp else at)
+    stranger.sendall(nonsense)
+    assert server.recv(0.2) is None
+    assert server.recv(0.2) is None
+    stranger.settimeout(5)
+    assert stranger.recv(1) == b"", "the link is still open"
+    stranger.close()
+    greet(server, worker)
+
+
+def test_a_port_in_use_names_member_address_and_remedy() -> None:
+    first = member("server 0.0", "tcp://127.0.0.1:0")
+    with pytest.raises(LaunchError) as caught:
+        member("server 0.1", first.bound)
+    text = str(caught.value)
+    assert text.startswith(f"server 0.1: cannot listen at {first.bound}")
+    assert "cluster.start_port" in text
+    close(first)
+
+
+def test_an_address_that_is_too_long_is_said_plainly(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"server 0\.0: cannot listen at ipc://"):
+        member("server 0.0", f"ipc://{tmp_path}/{'x' * 120}")
