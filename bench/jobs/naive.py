@@ -1,0 +1,57 @@
+"""The naive parameter server: pyzmq and numpy, the whole model in one message, each push applied at once.
+
+``naive.py serve ADDRESS WORKERS FLOATS`` and ``naive.py work ADDRESS BELL FLOATS WARMUP STEPS``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import zmq
+
+from bench.jobs.meter import Meter
+
+
+def serve(address: str, workers: int, floats: int) -> None:
+    """Answer each gradient with the new values, until every worker has said goodbye."""
+    socket = zmq.Context().socket(zmq.ROUTER)
+    socket.bind(address)
+    values = np.zeros(floats, np.float32)
+    while workers:
+        peer, frame = socket.recv_multipart(copy=False)
+        if len(frame.buffer) == 0:
+            workers -= 1
+            continue
+        values -= 0.01 * np.frombuffer(frame.buffer, np.float32)
+        socket.send_multipart([peer.bytes, values.tobytes()])
+    socket.close()
+
+
+def work(address: str, bell: str, floats: int, warmup: int, steps: int) -> None:
+    """Push and pull."""
+    meter = Meter(bell, warmup)
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.connect(address)
+    gradient = np.ones(floats, np.float32)
+    while meter.steps < steps:
+        socket.send(gradient.tobytes())
+        np.frombuffer(socket.recv(), np.float32)
+        meter.tick()
+    meter.end(model_bytes=4.0 * floats)
+    socket.send(b"")
+    socket.close()
+
+
+def main() -> None:
+    """Be what the first argument says."""
+    role, address, *rest = sys.argv[1:]
+    if role == "serve":
+        serve(address, *map(int, rest))
+    else:
+        bell, *numbers = rest
+        work(address, bell, *map(int, numbers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""One loop for every side: the same model and data, trained by plain PyTorch, DDP and its kin, or Shoal."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from bench.jobs.meter import Meter
+from bench.jobs.models import Given, Shape, make_model, shape_of
+
+OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+
+
+@dataclass
+class Loop:
+    """A loop that is ready to run.
+
+    Attributes:
+        batches: without end.
+        stop: called once enough steps are taken; None = the loop breaks off.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterable[tuple[Tensor, Tensor]]
+    stop: Callable[[], None] | None = None
+
+
+def endless(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def data(shape: Shape, batch: int) -> TensorDataset:
+    """Random samples of the model's kind, for 64 batches."""
+    count = 64 * batch
+    return TensorDataset(torch.randn(count, shape.inputs), torch.randint(shape.outputs, (count,)))
+
+
+def plain(job: argparse.Namespace, rank: int = 0) -> Loop:
+    """PyTorch as it is."""
+    shape = shape_of(job.model)
+    torch.manual_seed(0)
+    model = make_model(shape, job.compute * (job.slow if rank == job.slow_rank else 1.0))
+    optimizer = OPTIMIZERS[job.optimizer](model.parameters(), lr=1e-3)
+    loader = DataLoader(data(shape, job.batch), batch_size=job.batch, shuffle=True)
+    return Loop(model, optimizer, endless(loader))
+
+
+def ddp(job: argparse.Namespace) -> Loop:
+    """DistributedDataParallel; with ``--engine zero`` the optimizer's state is divided among the ranks."""
+    dist.init_process_group("gloo")
+    loop = plain(job, dist.get_rank())
+    loop.model = DistributedDataParallel(loop.model)
+    if job.engine == "zero":
+        cls = OPTIMIZERS[job.optimizer]
+        loop.optimizer = ZeroRedundancyOptimizer(loop.model.parameters(), cls, lr=1e-3)
+    return loop
+
+
+def fsdp(job: argparse.Namespace) -> Loop:
+    """FSDP2: parameters, gradients and state are divided among the ranks."""
+    dist.init_process_group("gloo")
+    loop = plain(job, dist.get_rank())
+    fully_shard(loop.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    loop.optimizer = OPTIMIZERS[job.optimizer](loop.model.parameters(), lr=1e-3)
+    return loop
+
+
+def with_shoal(job: argparse.Namespace) -> Loop:
+    """Shoal, under whatever the cluster block says."""
+    run = shoal.init()
+    loop = plain(job, run.rank)
+    model, optimizer = run.prepare(loop.model, loop.optimizer, **({"overlap": True} if job.overlap else {}))
+    if job.hold:
+        run.hold()
+    loader = run.loader(data(shape_of(job.model), job.batch * run.world_size), batch_size=job.batch)
+    return Loop(model, optimizer, run.steps(loader, 1 << 40), run.stop)
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace], Loop]] = {
+    "plain": plain,
+    "ddp": ddp,
+    "zero": ddp,
+    "fsdp": fsdp,
+    "shoal": with_shoal,
+}
+
+
+def train(loop: Loop, job: argparse.Namespace, meter: Meter) -> dict[str, float]:
+    """Train until enough steps count; returns this process's own figures."""
+    optimizing = []
+    given = Given(list(loop.model.parameters())) if job.given else None
+    for inputs, targets in loop.batches:
+        loss = given.loss() if given else F.cross_entropy(loop.model(inputs), targets)
+        loop.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        began = time.thread_time()
+        loop.optimizer.step()
+        optimizing.append(time.thread_time() - began)
+        meter.tick()
+        if meter.steps >= job.steps:
+            if loop.stop is None:
+                break
+            loop.stop()
+    return {
+        "optimizer_s": median(optimizing[job.warmup :]),
+        "state_bytes": float(state_bytes(loop.optimizer)),
+        "model_bytes": float(sum(p.nbytes for p in loop.model.parameters())),
+    }
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state on this process."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer = optimizer.optim
+    state = (value for entry in optimizer.state.values() for value in entry.values())
+    parts = (getattr(value, "_local_tensor", value) for value in state)  # of a DTensor what is here
+    return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+
+def main() -> None:
+    """Run one process of one side."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--bell", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds of waiting in each step")
+    parser.add_argument("--slow-rank", type=int, default=-1)
+    parser.add_argument(
+        "--slow", type=float, default=4.0, help="how many times as long the slow rank computes"
+    )
+    parser.add_argument("--given", action="store_true", help="gradients are there without any computation")
+    parser.add_argument("--overlap", action="store_true", help="Shoal's step() returns at once")
+    parser.add_argument("--hold", action="store_true", help="Shoal pushes at step()")
+    job = parser.parse_args()
+    meter = Meter(job.bell, job.warmup)
+    loop = ENGINES[job.engine](job)
+    meter.end(**train(loop, job, meter))
+    if dist.is_initialized() and job.engine != "shoal":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
