@@ -10,14 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("framework", "processes", "steps", "accuracy", "staleness (mean, max)", "seconds")
+COLUMNS = ("framework", "workers", "processes", "steps", "accuracy", "staleness (mean, max)", "seconds")
 
 
 def row(summary: dict[str, Any]) -> tuple[str, ...]:
     """The cells of one run; "-" where a run has nothing to say."""
     staleness = summary["staleness"]
+    cluster = summary["cluster"]
     return (
         summary["framework"],
+        f"{cluster['nworker_groups']} × {cluster['nworkers_per_group']}",
         str(summary["processes"]),
         str(max(summary["steps"].values())),
         number(summary["final"].get("test_accuracy"), ".4f"),

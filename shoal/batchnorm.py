@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.batch import Batch
 from shoal.collectives import Collectives
@@ -23,15 +24,18 @@ class Group(NamedTuple):
 def synchronise(models: Iterable[nn.Module], group: Group) -> None:
     """Let every SyncBatchNorm of the models take its statistics over the group.
 
-    torch's own does that on GPUs only, and where no default process group exists it silently does not. A layer
+    torch's own does that on GPUs only, and silently does not where no default process group exists. A layer
     that was given a process group, or that has a forward of its own, stays as it is.
     """
     for module in (module for model in models for module in model.modules()):
         cls = type(module)
-        if isinstance(module, nn.SyncBatchNorm) and cls.forward is nn.SyncBatchNorm.forward:
-            if module.process_group is None:
-                members = {"group": group, "own": cls, "__module__": cls.__module__}
-                module.__class__ = type(cls.__name__, (_Synchronised, cls), members)
+        if isinstance(module, nn.SyncBatchNorm) and _as_torch_made_it(module):
+            members = {"group": group, "own": cls, "__module__": cls.__module__}
+            module.__class__ = type(cls.__name__, (_Synchronised, cls), members)
+
+
+def _as_torch_made_it(module: nn.SyncBatchNorm) -> bool:
+    return type(module).forward is nn.SyncBatchNorm.forward and module.process_group is None
 
 
 class _Synchronised(nn.SyncBatchNorm):
@@ -46,10 +50,10 @@ class _Synchronised(nn.SyncBatchNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """BatchNorm on the joined batch of the group; inputs: samples × channels × …."""
-        if not self.training or self.group.collectives.size == 1:
-            return nn.modules.batchnorm._BatchNorm.forward(self, inputs)
         self._check_input_dim(inputs)
-        return self._joined(inputs)
+        alone = not self.training or self.group.collectives.size == 1
+        outputs: Tensor = (_BatchNorm.forward if alone else type(self)._joined)(self, inputs)
+        return outputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _joined(self, inputs: Tensor) -> Tensor:
@@ -71,9 +75,8 @@ class _Synchronised(nn.SyncBatchNorm):
             self._follow(centre + offset, variance * (count / (count - 1).clamp(min=1)))
         scale = (variance + self.eps).rsqrt()
         scale = scale if self.weight is None else scale * self.weight
-        outputs = (around - offset.view(shape)) * scale.view(shape)
-        outputs = outputs if self.bias is None else outputs + self.bias.view(shape)
-        return outputs.to(inputs.dtype)
+        outputs: Tensor = (around - offset.view(shape)) * scale.view(shape)
+        return (outputs if self.bias is None else outputs + self.bias.view(shape)).to(inputs.dtype)
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor) -> None:
@@ -97,7 +100,7 @@ def _total(own: Tensor, group: Group) -> Tensor:
 class _Sum(torch.autograd.Function):
     """The sum of the workers' tensors; its gradient is the one of the group's loss.
 
-    That loss is the average of the workers' by weight, and the server is about to weigh this worker's gradient.
+    That loss is the average of the workers' by weight; and a server is about to weigh this worker's gradient.
     """
 
     @staticmethod
@@ -106,7 +109,7 @@ class _Sum(torch.autograd.Function):
         return _total(own, group)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         weight = ctx.group.batch.weight
         total = _total(weight * gradient, ctx.group)

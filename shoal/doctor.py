@@ -157,7 +157,7 @@ class Doctor:
         for name in sorted(self._called & {"clip_grad_norm_", "clip_grad_value_"}):
             yield (
                 f"torch.nn.utils.{name} was called: with several workers in a group it changes gradients "
-                "that have left, an error. Call run.clip_grad_norm_(max_norm) just before optimizer.step(): "
+                f"that have left, an error. Call run.{name} instead, just before optimizer.step(): "
                 "it clips the group's average."
             )
 

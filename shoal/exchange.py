@@ -34,6 +34,7 @@ class Decision:
     settings: Settings | None = None
     cursor: tuple[int, ...] = ()
     stop: bool = False
+    limit: float | None = None
 
 
 class Exchange:
@@ -208,6 +209,7 @@ class Exchange:
                 decision.settings,
                 decision.cursor if position == 0 else (),
                 decision.stop,
+                decision.limit,
             )
             self._commits[server, optimizer] = body
             self._send_commit(server, optimizer)

@@ -118,6 +118,7 @@ class OwnStepper:
         self._fused &= len({tensor.device for tensor in self._tensors}) == 1
         self._skips = Skips(optimizer, exchange.member.name, loop)
         self._coefficient, self._clipped = 1.0, list[Any]()
+        self.limit: float | None = None
         self.remember(exchange.steps[number] + 1)
 
     def step(self, scaler: Any = None) -> None:
@@ -137,7 +138,7 @@ class OwnStepper:
         exchange.closed(self._chunks, self._shares() if counts else 0, good)
         exchange.steps[self.number] = step
         self._skips.judge(not good, step, scaler)
-        self._coefficient, self._clipped = 1.0, []
+        self._coefficient, self._clipped, self.limit = 1.0, [], None
         self.remember(step + 1)
         self._loop.stopping |= self._loop.stop_asked
         self._loop.batch.stepped()
@@ -202,6 +203,9 @@ class OwnStepper:
             if factor != 1:
                 for gradient in gradients:
                     numbers_of(gradient).mul_(factor)
+        if self.limit is not None:
+            for gradient in gradients:
+                numbers_of(gradient).clamp_(-self.limit, self.limit)
 
     def _shares(self) -> int:
         """Chunks that have a gradient."""

@@ -83,6 +83,7 @@ class Stepper:
 
     Attributes:
         arrivals: the new values, from the commit until they are in the model.
+        limit: what an element of the averaged gradient is clipped to in the coming step; None = nothing.
         at_once: the chunks whose new values `step()` waits for; None = for all.
         stop: the group has been told to end its loop.
         travels: the optimizer's state is with the servers.
@@ -111,6 +112,7 @@ class Stepper:
         self._settings: tuple[dict[str, Any], ...] | None = None
         self._clipped = False
         self._coefficient = 1.0
+        self.limit: float | None = None
         self._scale = 1.0
         self._skips = Skips(optimizer, exchange.member.name, loop)
         trained = [index for index, pieces in enumerate(self._pieces) if pieces]
@@ -187,7 +189,7 @@ class Stepper:
         self._watch.check(self._step)
         self._scale = loss_scale(scaler, self._optimizer)
         decision = self._decide(compare=scaler is not None)
-        decision.clip = self._coefficient
+        decision.clip, decision.limit = self._coefficient, self.limit
         settings = settings_of(self._optimizer)
         decision.settings = settings if settings != self._settings else None
         decision.cursor, decision.stop = self._loop.cursor(), self._loop.stop_asked
@@ -319,7 +321,7 @@ class Stepper:
             progress.seen.clear()
             progress.left = progress.again = False
             progress.finite = True
-        self._clipped, self._coefficient = False, 1.0
+        self._clipped, self._coefficient, self.limit = False, 1.0, None
 
     @property
     def broken(self) -> bool:

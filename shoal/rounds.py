@@ -158,11 +158,11 @@ class Rounds:
         """A commit of the round; in loss scale and clipping they are all alike."""
         first, *others = (self._commits[key][rank] for rank in ranks)
         for rank, other in zip(ranks[1:], others, strict=True):
-            if (other.scale, other.clip) != (first.scale, first.clip):
+            if (other.scale, other.clip, other.limit) != (first.scale, first.clip, first.limit):
                 one, two = _worker(key[0], ranks[0]), _worker(key[0], rank)
                 raise ShoalError(
-                    f"{one} and {two} scale or clip one step differently (loss scale, coefficient): "
-                    f"{(first.scale, first.clip)} and {(other.scale, other.clip)}",
+                    f"{one} and {two} scale or clip one step differently (loss scale, coefficient, limit): "
+                    f"{(first.scale, first.clip, first.limit)} and {(other.scale, other.clip, other.limit)}",
                     remedy="all workers of a group clip alike, with GradScalers of the same settings",
                 )
         return first
@@ -264,6 +264,8 @@ class Rounds:
                 gradient = gradient * (1 / commit.scale)
             if commit.clip != 1:
                 gradient = gradient * commit.clip
+            if commit.limit is not None:
+                gradient = gradient.clamp(-commit.limit, commit.limit)
             last = self._snapshots.last(rule.chunk, rule.group)
             if isinstance(gradient, Tensor) and last is not None and not self._snapshots.alone:
                 assert isinstance(last.known, Tensor)  # only a table's gradient is rows, and its values

@@ -28,6 +28,10 @@ class Rows:
         """Every value times `factor`."""
         return Rows(self.index, self.values * factor)
 
+    def clamp(self, least: float, most: float) -> Rows:
+        """Every value within these two."""
+        return Rows(self.index, self.values.clamp(least, most))
+
     def to(self, dtype: torch.dtype) -> Rows:
         """The same rows in another dtype."""
         return Rows(self.index, self.values.to(dtype))

@@ -242,6 +242,18 @@ class Run:
         """
         return self._training.clip_grad_norm_(max_norm, scaler, optimizer)
 
+    def clip_grad_value_(self, limit: float, *, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Clip each element of the group's averaged gradient to −limit … limit in the coming `step()`.
+
+        Of a loss that is scaled, the gradient is unscaled first; after `clip_grad_norm_`, what is left is
+        clipped. All workers of the group make the same call.
+
+        Args:
+            limit: 0 or more; of real numbers only, as in torch.
+            optimizer: needed only where several are prepared.
+        """
+        self._training.clip_grad_value_(limit, optimizer)
+
     def log(self, **values: Any) -> None:
         """Note named numbers (or one-element tensors): `loss` is shown live, the last ones at the end."""
         self._training.log(values)

@@ -177,7 +177,6 @@ def finish() -> None:
 def serve(membership: Membership, site: Site, events: Events) -> None:
     """Run one server member until its workers have stopped."""
     m = membership
-    endpoint = site.endpoint()
-    post = Post(endpoint, m.run_id, m.incarnation)
+    post = Post(site.endpoint(), m.run_id, m.incarnation)
     Server(m.member, m.topology, m.config, post, events, m.schedules).serve()
-    endpoint.close()
+    post.close()

@@ -154,7 +154,8 @@ def run_cluster(
         post = Post(report.links[member.name], "test")
         server = Server(member, topology, config, post, report.events[member.name], schedules)
         report.servers[member.name] = server
-        threads.append(threading.Thread(target=guarded, args=(member.name, server.serve), daemon=True))
+        work = partial(_serve, server, post)
+        threads.append(threading.Thread(target=guarded, args=(member.name, work), daemon=True))
     for member in topology.workers:
         site = _Site(report.links[member.name], store, failed)
         membership = Membership(config, topology, member, "test", None, Path(), links=messages)
@@ -173,6 +174,13 @@ def _link(hub: Hub, topology: Topology, judge: Judge, report: Report) -> None:
     for member in (*topology.servers, *topology.workers):
         report.links[member.name] = Faulty(OneProcess(hub, member.name).endpoint(), judge)
         report.events[member.name] = Recorded(member.name)
+
+
+def _serve(server: Server, post: Post) -> None:
+    try:
+        server.serve()
+    finally:
+        post.close()
 
 
 def _work(run: Run, name: str, function: Callable[[Run], Any], report: Report) -> None:

@@ -248,14 +248,22 @@ class Training:
         """See Run.clip_grad_norm_."""
         if not max_norm >= 0:
             raise UsageError(f"no gradient can have a norm of {max_norm}", remedy="give a number, 0 or more")
+        return self._only("clip_grad_norm_", optimizer).clip_grad_norm_(max_norm, scaler)
+
+    def clip_grad_value_(self, limit: float, optimizer: torch.optim.Optimizer | None) -> None:
+        """See Run.clip_grad_value_."""
+        if not limit >= 0:
+            raise UsageError(f"no value can be within {limit} of 0", remedy="give a number, 0 or more")
+        self._only("clip_grad_value_", optimizer).limit = limit
+
+    def _only(self, call: str, optimizer: torch.optim.Optimizer | None) -> Stepper | OwnStepper:
+        """The stepper of that optimizer, or of the only one."""
         self.joined()
         steppers = [s for s in self._steppers.values() if optimizer is None or s.drives(optimizer)]
         if len(steppers) != 1:
-            raise UsageError(
-                f"clip_grad_norm_ found {len(steppers)} optimizers to clip for",
-                remedy="name a prepared one: run.clip_grad_norm_(max_norm, optimizer=optimizer)",
-            )
-        return steppers[0].clip_grad_norm_(max_norm, scaler)
+            what = f"{call} found {len(steppers)} optimizers to clip for"
+            raise UsageError(what, remedy=f"name a prepared one: run.{call}(…, optimizer=optimizer)")
+        return steppers[0]
 
     def wait(self) -> None:
         """See Run.wait."""
@@ -315,7 +323,7 @@ class Training:
 
     def end_loop(self) -> None:
         """A loop has ended: others no longer wait for this worker."""
-        if self._exchange is not None and not self.left:
+        if self._exchange is not None and not self.left and os.getpid() == self._pid:
             if not any(stepper.broken for stepper in self._steppers.values()):
                 self.wait()
             self.joined()[0].settle()

@@ -161,6 +161,7 @@ class Commit(Body, frozen=True):
         settings: the param groups' hyperparameters, where they changed.
         cursor: the worker's loader position, to server 0 only.
         stop: the worker asks all groups to end their loops.
+        limit: largest absolute value of an element of the averaged gradient, after `clip`; None = any.
     """
 
     optimizer: int
@@ -175,6 +176,7 @@ class Commit(Body, frozen=True):
     settings: tuple[dict[str, Any], ...] | None = None
     cursor: tuple[int, ...] = ()
     stop: bool = False
+    limit: float | None = None
 
 
 class Norm(Body, frozen=True):

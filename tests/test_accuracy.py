@@ -121,7 +121,7 @@ def some_digits() -> Pictures:
 
 @pytest.fixture(scope="module")
 def some_clothes() -> Pictures:
-    return Pictures(clothes, train=6000, hidden=32, epochs=4, rate=0.005)
+    return Pictures(clothes, train=6000, hidden=32, epochs=12, rate=0.003)
 
 
 @pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE], ids=["sandblaster", "allreduce"])
@@ -136,6 +136,7 @@ def test_groups_learn_digits_as_well_as_one_group(cluster: dict[str, Any], some_
     assert some_digits.accuracy(cluster) > some_digits.synchronous(workers) - POINT
 
 
-@pytest.mark.parametrize("name", ["downpour, 4 groups", "hogwild, 4 groups"])
-def test_groups_learn_clothes_as_well_as_one_group(name: str, some_clothes: Pictures) -> None:
-    assert some_clothes.accuracy(GROUPS[name]) > some_clothes.synchronous(4) - POINT
+@pytest.mark.parametrize(("name", "workers"), [("downpour, 4 groups", 4), ("hogwild, 3 groups", 3)])
+def test_groups_learn_clothes_as_well_as_one_group(name: str, workers: int, some_clothes: Pictures) -> None:
+    """A part of them; scripts/accuracy takes all."""
+    assert some_clothes.accuracy(GROUPS[name]) > some_clothes.synchronous(workers) - POINT

@@ -103,6 +103,13 @@ def clipped_at_what_none_reaches(run: Run, model: Line, optimizer: Optimizer, pu
     optimizer.step()
 
 
+def clipped_by_value(run: Run, model: Line, optimizer: Optimizer, pull: Tensor) -> None:
+    optimizer.zero_grad()
+    backward(model, pull)
+    run.clip_grad_value_(7)
+    optimizer.step()
+
+
 def on_the_first_worker_only(run: Run, model: Line, optimizer: Optimizer, pull: Tensor) -> None:
     optimizer.zero_grad()
     if run.rank_in_group == 0:
@@ -149,6 +156,10 @@ def twice_the_mean(pulls: list[Tensor]) -> Tensor:
     return 2 * mean(pulls)
 
 
+def within_seven(pulls: list[Tensor]) -> Tensor:
+    return mean(pulls).clamp(-7, 7)
+
+
 def of_the_first(pulls: list[Tensor]) -> Tensor:
     return pulls[0] / len(pulls)
 
@@ -171,6 +182,7 @@ LOOPS: dict[Step, Average] = {
     doubled_while_held: twice_the_mean,
     doubled_by_a_hook: twice_the_mean,
     clipped_at_what_none_reaches: mean,
+    clipped_by_value: within_seven,
     on_the_first_worker_only: of_the_first,
     the_long_one_on_the_first_worker_only: of_the_first_where_long,
     weighed: without_the_second,

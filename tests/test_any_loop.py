@@ -1,4 +1,4 @@
-"""Loops of every kind, sizes, and other people's models."""
+"""Loops of every kind, randomness, and sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cases import (
     sgd,
     values_of,
 )
-from frameworks import ASYNCHRONOUS, SYNCHRONOUS, Body, check_asynchronous, check_joined, clustered, train
+from frameworks import ASYNCHRONOUS, SYNCHRONOUS, Body, check_joined, clustered, train
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -175,15 +175,9 @@ def cloning(model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch]) ->
 
 
 @pytest.mark.parametrize("cluster", SYNCHRONOUS.values(), ids=SYNCHRONOUS)
-def test_gradients_put_back_are_edits(cluster: Mapping[str, Any]) -> None:
-    case = Case(loop=cloning, optimizer=adamw)
-    if cluster in ALONE.values():
-        check_joined(case, cluster)
-        return
-    with pytest.raises(GradientEdited, match=r"0\.weight"):
-        train(case, cluster)
-    for values in clustered(case, cluster, body=held(case)).results.values():
-        close(values, plain(case))
+def test_gradients_put_back_as_they_were_are_no_edits(cluster: Mapping[str, Any]) -> None:
+    """Other tensors, but the same bytes: what has left is what counts."""
+    check_joined(Case(loop=cloning, optimizer=adamw), cluster)
 
 
 def test_an_eval_in_the_middle_leaves_batch_statistics_alone() -> None:
@@ -405,59 +399,3 @@ def test_one_parameter_of_400_mb_trains_in_bounded_memory() -> None:
     assert done.returncode == 0, done.stderr
     first, last = map(float, done.stdout.split())
     assert last < 9 and last - first < 0.5
-
-
-# Other people's models, as they come.
-
-
-class Tokens(nn.Module):
-    """A language model on tokens made of the features, and a way around it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.around = model, nn.Linear(WIDTH, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.model((inputs * 8).long() % 32).logits[:, -1, :4] + self.around(inputs)
-
-
-def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16}
-    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    return Tokens(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **still)))
-
-
-class Pictures(nn.Module):
-    """An image model on images made of the features."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.model(inputs.view(-1, 1, 2, 4).repeat(1, 3, 8, 4))
-
-
-def vit() -> nn.Module:
-    timm = pytest.importorskip("timm")
-    shape = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
-    return Pictures(timm.models.vision_transformer.VisionTransformer(**shape))
-
-
-OTHERS = {"transformers": gpt2, "timm": vit}
-
-
-@pytest.mark.parametrize("cluster", SYNCHRONOUS.values(), ids=SYNCHRONOUS)
-@pytest.mark.parametrize("build", OTHERS.values(), ids=OTHERS)
-def test_other_peoples_models(build: Callable[[], nn.Module], cluster: Mapping[str, Any]) -> None:
-    check_joined(Case(build, adamw), cluster)
-
-
-@pytest.mark.parametrize("cluster", ASYNCHRONOUS.values(), ids=ASYNCHRONOUS)
-@pytest.mark.parametrize("build", OTHERS.values(), ids=OTHERS)
-def test_other_peoples_models_learn_with_groups(
-    build: Callable[[], nn.Module], cluster: Mapping[str, Any]
-) -> None:
-    case = Case(build, lambda model: torch.optim.SGD(model.parameters(), lr=0.02), steps=30)
-    check_asynchronous(case, cluster, 0.95)

@@ -33,7 +33,7 @@ class Stage:
         hub, worker = Hub(), Member("worker", 0, 0)
         self.servers = [Post(InProcess(hub, server.name), "a run") for server in topology.servers]
         post = Post(InProcess(hub, worker.name), "a run")
-        self.exchange = Exchange(worker, topology, post, self.plan, QUICK, lambda: None)
+        self.exchange = Exchange(worker, topology, post, self.plan, QUICK, lambda *_: None)
 
     def send(self, server: int, kind: Kind, body: Values | Welcome | None = None, **fields: int) -> None:
         values = kind is Kind.VALUES

@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from bench.errors import BenchError
 from bench.lan import Lan, usable
 
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SCRIPT = Path(__file__).parent / "data" / "ranks.py"
 FOUR = {"nworkers_per_group": 4, "nservers_per_group": 4}
 APART = {"nworkers_per_group": 2, "nservers_per_group": 2, "server_worker_separate": True}
@@ -168,6 +170,24 @@ def test_groups_go_on_without_the_first_machine_until_they_need_it(job: Job) -> 
     assert job.steps(3) == 60 > before
     for rank in range(1, 4):
         assert "worker 0.0 cannot be reached any more" in job.log(rank)
+
+
+@pytest.mark.timeout(240)
+def test_torchrun_starts_both_machines_again_when_a_rank_is_killed(job: Job) -> None:
+    assert job.lan is not None
+    conf = job.folder / "cluster.yaml"
+    conf.write_text(json.dumps({"cluster": FOUR}))
+    found = {"SHOAL_CLUSTER": conf, "SHOAL_SECRET_FILE": job.secret, "SHOAL_RUN_DIR": job.folder / "run"}
+    env = os.environ | {name: str(path) for name, path in found.items()} | {"OMP_NUM_THREADS": "1"}
+    agents, port = [], next(_ports)
+    for host in range(2):
+        where = [f"--node-rank={host}", "--master-addr=10.99.0.1", f"--master-port={port}"]
+        command = [TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--max-restarts=1", *where]
+        with (job.folder / f"rank{host}.log").open("wb") as log:
+            agents.append(job.lan.run(host, [*command, str(SCRIPT), "kill=3", "steps=6"], env, log))
+    assert [agent.wait(200) for agent in agents] == [0, 0], [job.log(host) for host in range(2)]
+    assert not (job.folder / "run" / "summary.json").exists()
+    assert json.loads((job.folder / "run.1" / "summary.json").read_text())["status"] == "finished"
 
 
 # Who may come in.

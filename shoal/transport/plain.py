@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from shoal.errors import LaunchError, PeerFailed
+from shoal.errors import LaunchError, PeerFailed, UsageError
 from shoal.transport import Lane, Released, Token
 from shoal.transport.memory import Memory
 from shoal.wire import Frame
@@ -223,6 +223,7 @@ class PlainSockets:
         self, name: str, secret: str, listen: str | None, linger: float, memory: Memory | None = None
     ) -> None:
         self.name, self._secret = name, secret.encode()
+        self._process = os.getpid()
         self.memory = memory or Memory()
         self.traffic: Counter[str] = Counter()
         self._linger = linger
@@ -293,6 +294,7 @@ class PlainSockets:
 
     def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
         """See Endpoint.send."""
+        self._check_process()
         payload = sum(memoryview(frame).nbytes for frame in frames[2:])
         self.traffic[peer] += payload
         link = self._links.get(peer)
@@ -308,8 +310,18 @@ class PlainSockets:
             self._writer.watch(link)
         return token
 
+    def _check_process(self) -> None:
+        """A process that the script has forked holds copies of the sockets, and must not speak in our name."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                "a process that the script has forked uses the run",
+                member=self.name,
+                remedy="train in the process that called shoal.init()",
+            )
+
     def recv(self, timeout: float) -> list[Frame] | None:
         """See Endpoint.recv."""
+        self._check_process()
         if not any(self._arrived.values()):
             self._read(timeout)
         queue = self._arrived["control"] or self._arrived["bulk"]
