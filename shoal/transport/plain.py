@@ -311,7 +311,7 @@ class PlainSockets:
         return token
 
     def _check_process(self) -> None:
-        """A process that the script has forked holds copies of the sockets, and must not speak in our name."""
+        """A process that the script has forked holds copies of the sockets, and must not use them."""
         if os.getpid() != self._process:
             raise UsageError(
                 "a process that the script has forked uses the run",
