@@ -109,6 +109,7 @@ class OwnStepper:
         own: Any = type(optimizer).step
         self._own_step: Callable[[Any], Any] = getattr(own, "__wrapped__", own)  # its hooks run around ours
         self._chunks = list(exchange.chunks_of(number))
+        self._full = sum(chunk.buffer is None for chunk in self._chunks)
         rows = {p.parameter: chunk.row for chunk in self._chunks for p in chunk.pieces}
         self._names = [replica.plan.parameters[index].name for index in rows]
         self._tensors = [replica.tensors[index] for index in rows]
@@ -116,6 +117,8 @@ class OwnStepper:
         self._fused = sum(t.numel() for t in self._tensors) <= SMALL and not any(self._rows)
         self._fused &= all(tensor.dtype in (torch.float32, torch.float64) for tensor in self._tensors)
         self._fused &= len({tensor.device for tensor in self._tensors}) == 1
+        device = self._tensors[0].device if self._tensors else None
+        self._found, self._one = torch.ones(1, device=device), torch.ones(1, device=device)
         self._skips = Skips(optimizer, exchange.member.name, loop)
         self._coefficient, self._clipped = 1.0, list[Any]()
         self.limit: float | None = None
@@ -135,7 +138,7 @@ class OwnStepper:
             self._scale(gradients, loss_scale(scaler, self._optimizer))
             with torch.no_grad():
                 self._own_step(self._optimizer)
-        exchange.closed(self._chunks, self._shares() if counts else 0, good)
+        exchange.closed(self._chunks, self._shares(len(gradients)) if counts else 0, good)
         exchange.steps[self.number] = step
         self._skips.judge(not good, step, scaler)
         self._coefficient, self._clipped, self.limit = 1.0, [], None
@@ -186,17 +189,17 @@ class OwnStepper:
 
     def _gradients(self) -> list[Tensor]:
         """The gradients that are there; raises UsageError for a sparse one where it should be dense."""
-        for name, tensor, row in zip(self._names, self._tensors, self._rows, strict=True):
-            check_layout(name, tensor.grad, row)
-        return [tensor.grad for tensor in self._tensors if tensor.grad is not None]
+        found = [gradient for tensor in self._tensors if (gradient := tensor.grad) is not None]
+        if any(self._rows) or any(gradient.layout is not torch.strided for gradient in found):
+            for name, tensor, row in zip(self._names, self._tensors, self._rows, strict=True):
+                check_layout(name, tensor.grad, row)
+        return found
 
     def _finite(self, gradients: list[Tensor]) -> bool:
         if not self._fused or not gradients:
             return all(finite(numbers_of(gradient)) for gradient in gradients)
-        device = gradients[0].device
-        found, scale = torch.zeros(1, device=device), torch.ones(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
-        return not found.item()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found.zero_(), self._one)
+        return not self._found.item()
 
     def _scale(self, gradients: list[Tensor], scale: float) -> None:
         for factor in (1 / scale, self._coefficient):
@@ -207,8 +210,10 @@ class OwnStepper:
             for gradient in gradients:
                 numbers_of(gradient).clamp_(-self.limit, self.limit)
 
-    def _shares(self) -> int:
+    def _shares(self, gradients: int) -> int:
         """Chunks that have a gradient."""
+        if gradients == len(self._tensors):
+            return self._full
         tensors = self._replica.tensors
         return sum(any(tensors[p.parameter].grad is not None for p in c.pieces) for c in self._chunks)
 

@@ -2,7 +2,7 @@
 
 At equal samples: every run sees each picture as often, and `batch_size` is per worker. Rates are not lowered
 for the groups, and their steps are not tied to each other. Synchronous runs repeat bit for bit; asynchronous
-ones have come out less than half a point below, so that a whole point says something.
+ones have come out less than a point below, so that a whole point says something.
 """
 
 from __future__ import annotations

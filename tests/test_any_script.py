@@ -228,7 +228,15 @@ class Expert(Drop):
         return self.experts[self.seed](self.shared(inputs).tanh())
 
 
+def normed_images() -> nn.Module:
+    """Batch norm in two dimensions, in channels_last."""
+    model = Images()
+    model.layers.insert(1, nn.BatchNorm2d(8))
+    return model
+
+
 PARTS: dict[str, tuple[Case, torch.dtype]] = {
+    "batch norm of pictures": (Case(normed_images, adamw), torch.float64),
     "float16": (Case(mlp, slow_sgd), torch.float16),
     "float16, Adam": (
         Case(mlp, lambda m: torch.optim.Adam(m.parameters(), lr=0.01, eps=1e-4)),

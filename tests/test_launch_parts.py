@@ -121,6 +121,16 @@ def test_the_end_of_a_script_is_not_the_end_of_its_process(fork: Fork) -> None:
     assert (ended.code, ended.failed, ended.log) == (0, [], "end\nfinish\nat exit\n")
 
 
+def test_threads_of_the_script_end_before_its_process(fork: Fork) -> None:
+    """An executor's wait for work until they hear that there will be none."""
+    ended = fork(
+        "import threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "pool = ThreadPoolExecutor(2)\npool.submit(print, 'worked').result()\n"
+        "threading.Timer(0.2, print, ['late']).start()"
+    )
+    assert (ended.code, ended.failed, ended.log) == (0, [], "worked\nlate\n")
+
+
 @pytest.mark.parametrize(("status", "said"), [("4", "exit status 4"), ("'no data'", "no data")])
 def test_a_script_that_exits_with_a_status_has_failed(fork: Fork, status: str, said: str) -> None:
     ended = fork(f"import sys\nsys.exit({status})", current_step=lambda: 7)
