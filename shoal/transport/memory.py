@@ -6,7 +6,6 @@ name that could be left behind, and all of it is gone with the last process that
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import stat
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ProtocolError
+from shoal.parameters import as_bytes
 from shoal.wire import Frame
 
 _PLACE = re.compile(r"(\d{1,10}):(\d{1,7}):(\d{1,19}):(\d{1,19}):(\d{1,19})")
@@ -45,7 +45,7 @@ class Memory:
         self.mapped: Callable[[Tensor], None] | None = None
         self._near = near
         self._own: list[_Region] = []
-        self._seen: dict[int, mmap.mmap] = {}
+        self._seen: dict[int, memoryview] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
         """Zeroed memory (uint8, `nbytes` long) that near peers can read in place."""
@@ -53,7 +53,7 @@ class Memory:
             return torch.zeros(nbytes, dtype=torch.uint8)
         file = os.memfd_create("shoal")
         os.ftruncate(file, nbytes)
-        region = torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+        region = _mapped(file, nbytes)
         name = f"{os.getpid()}:{file}:{os.fstat(file).st_ino}"
         self._own.append(_Region(region.data_ptr(), region.data_ptr() + nbytes, file, name))
         if self.mapped is not None:
@@ -81,24 +81,25 @@ class Memory:
         process, file, inode, offset, nbytes = map(int, found.groups())
         try:
             region = self._seen.get(inode) or self._map(process, file, inode)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # torch cannot map it
             raise ProtocolError(f"memory of process {process} cannot be read ({error})") from None
         if offset + nbytes > len(region):
             raise ProtocolError(f"a place of {nbytes} bytes from {offset} on, in a region of {len(region)}")
-        return memoryview(region)[offset : offset + nbytes]
+        return region[offset : offset + nbytes]
 
-    def _map(self, process: int, file: int, inode: int) -> mmap.mmap:
+    def _map(self, process: int, file: int, inode: int) -> memoryview:
         opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(opened)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink or status.st_ino != inode:
                 raise ValueError("it is not the memory that was meant")  # which has no name in any folder
-            region = self._seen[inode] = mmap.mmap(opened, status.st_size)
+            region = _mapped(opened, status.st_size)
         finally:
             os.close(opened)
         if self.mapped is not None:
-            self.mapped(torch.frombuffer(region, dtype=torch.uint8))
-        return region
+            self.mapped(region)
+        self._seen[inode] = as_bytes(region)
+        return self._seen[inode]
 
     def close(self) -> None:
         """Let go of all regions; who has one mapped keeps it until he lets go of its tensors."""
@@ -106,3 +107,8 @@ class Memory:
             os.close(region.file)
         self._own.clear()
         self._seen.clear()
+
+
+def _mapped(file: int, nbytes: int) -> Tensor:
+    """A shared file's memory; unlike Python's mmap it keeps no file open."""
+    return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=nbytes, dtype=torch.uint8)
