@@ -12,7 +12,6 @@ from torch.distributed import Store
 
 from shoal.keys import Keys
 from shoal.link import Link
-from shoal.server import followers, leaders
 from shoal.site import Membership, wait_for
 from shoal.store import LinkStore
 from shoal.topology import Member
@@ -58,7 +57,9 @@ class Machines:
     @property
     def _dialled(self) -> Sequence[Member]:
         m = self._m
-        return leaders(m.member, m.topology) if m.member.role == "server" else m.topology.servers_of(m.member)
+        return (
+            m.topology.leaders_of(m.member) if m.member.role == "server" else m.topology.servers_of(m.member)
+        )
 
     def _plain(self, store: Store, memory: Memory) -> Endpoint:
         m = self._m
@@ -73,7 +74,7 @@ class Machines:
     def _locked(self, store: Store, memory: Memory, keys: Keys) -> Endpoint:
         m, serving = self._m, self._m.member.role == "server"
         callers = {worker.name for worker in m.topology.workers_of(m.member)} if serving else set()
-        lock = keys.lock(m.member.name, callers | followers(m.member, m.topology) if serving else ())
+        lock = keys.lock(m.member.name, callers | m.topology.followers_of(m.member) if serving else ())
         listen = {lane: self._listen_at(place) for place, lane in enumerate(LANES)} if serving else None
         sockets = Sockets(m.member.name, listen, {}, m.config.timeouts.flush, memory, lock)
         if serving:

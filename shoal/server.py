@@ -58,7 +58,7 @@ class Server:
         self._schedule = Schedule(schedules, config, member)
         self._workers = {worker.name for worker in topology.workers_of(member)}
         self._peers = {peer.name for peer in topology.peers_of(member)}
-        near = {server.name for server in leaders(member, topology)} | followers(member, topology)
+        near = {server.name for server in topology.leaders_of(member)} | topology.followers_of(member)
         self._known = self._workers | self._peers | near
         self._model: Hello | None = None
         self._plan: Plan | None = None
@@ -72,7 +72,7 @@ class Server:
         self._loops: Counter[str] = Counter()
         self._settled = 0
         self._stopped: set[str] = set()
-        self._waiting_for = followers(member, topology)
+        self._waiting_for = topology.followers_of(member)
         self._leases = Leases(len(topology.worker_groups_of(member.group)), len(self._workers))
         self._handlers: dict[Kind, Callable[[Message], None]] = {
             Kind.HELLO: self._hello,
@@ -85,9 +85,9 @@ class Server:
 
     def serve(self) -> None:
         """Handle messages until every worker has stopped; raises what went wrong, and tells the workers."""
-        if source := source_of(self.member, self.topology):
+        if source := self.topology.source_of(self.member):
             self._post.send(source.name, Kind.HELLO, Hello(VERSION))
-        for peer in leaders(self.member, self.topology):
+        for peer in self.topology.leaders_of(self.member):
             if peer != source:
                 self._post.send(peer.name, Kind.HELLO, Hello(VERSION))
         try:
@@ -255,7 +255,7 @@ class Server:
         sender, model = message.header.sender, self._model
         assert model is not None and self.rounds is not None
         if Member.parse(sender).role == "server":
-            if source_of(Member.parse(sender), self.topology) == self.member:
+            if self.topology.source_of(Member.parse(sender)) == self.member:
                 self._post.send(sender, Kind.WELCOME, Welcome(model=model))
                 self._starting.append(sender)
                 if not self.rounds.admission.warming:
@@ -394,23 +394,6 @@ class Server:
             exchanges=0,
             exchanged_rounds=0,
         )
-
-
-def source_of(server: Member, topology: Topology) -> Member | None:
-    """The server that hands worker 0.0's start to this one; None in server group 0."""
-    return Member("server", 0, server.index) if server.group else None
-
-
-def leaders(server: Member, topology: Topology) -> list[Member]:
-    """Servers that this one dials: its source, and its peers in lower groups."""
-    source = source_of(server, topology)
-    lower = {peer for peer in topology.peers_of(server) if peer.group < server.group}
-    return sorted(lower | ({source} if source else set()))
-
-
-def followers(server: Member, topology: Topology) -> set[str]:
-    """Names of the servers that dial this one."""
-    return {s.name for s in topology.servers if server in leaders(s, topology)}
 
 
 def differs(hello: Hello, model: Hello) -> str | None:

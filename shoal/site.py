@@ -14,7 +14,6 @@ from torch.distributed import FileStore, HashStore, Store
 from shoal.config import Config
 from shoal.errors import ShoalError, WaitTimeout
 from shoal.schedule import UNSCHEDULED, Schedules
-from shoal.server import leaders
 from shoal.topology import Member, Topology
 from shoal.transport import Endpoint
 from shoal.transport.inprocess import Hub, InProcess
@@ -93,7 +92,7 @@ class OneMachine:
         """See Site.endpoint. A server that listens on tcp leaves its ports in the store."""
         m = self._m
         serving = m.member.role == "server"
-        wanted = leaders(m.member, m.topology) if serving else m.topology.servers_of(m.member)
+        wanted = m.topology.leaders_of(m.member) if serving else m.topology.servers_of(m.member)
         bind = self._listen_at(m.member) if serving else None
         memory = Memory(lambda peer: m.config.cluster.share_memory)
         sockets = PlainSockets(m.member.name, m.run_id, bind, m.config.timeouts.flush, memory)

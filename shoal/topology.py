@@ -171,6 +171,20 @@ class Topology:
         others = [g for g in range(self.server_groups) if g != server.group and self.synchronised]
         return tuple(Member("server", group, server.index) for group in others)
 
+    def source_of(self, server: Member) -> Member | None:
+        """The server that hands worker 0.0's start to this one; None in server group 0."""
+        return Member("server", 0, server.index) if server.group else None
+
+    def leaders_of(self, server: Member) -> list[Member]:
+        """The servers that this one dials: its source, and its peers in lower groups."""
+        source = self.source_of(server)
+        lower = {peer for peer in self.peers_of(server) if peer.group < server.group}
+        return sorted(lower | ({source} if source else set()))
+
+    def followers_of(self, server: Member) -> set[str]:
+        """The names of the servers that dial this one."""
+        return {other.name for other in self.servers if server in self.leaders_of(other)}
+
     def host_of(self, server: Member) -> Member | None:
         """The worker in whose process a server is a thread; None = a process of its own."""
         return self._hosts.get(server)

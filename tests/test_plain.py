@@ -6,6 +6,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,9 +53,8 @@ def close(*members: PlainSockets) -> None:
 def take(endpoint: PlainSockets, count: int, seconds: float = 30.0) -> list[list[bytes]]:
     """So many messages as bytes; None is no message yet."""
     found: list[list[bytes]] = []
-    for _ in range(int(seconds * 10) + 100 * count):
-        if len(found) == count:
-            break
+    until = time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < until:
         frames = endpoint.recv(0.1)
         if frames is not None:
             found.append([bytes(frame) for frame in frames])

@@ -4,8 +4,6 @@ A server listens; whoever talks to it dials once, says its name and proves with 
 belongs here. One socket leads to each peer. What the kernel does not take at once waits in two queues,
 control before bulk, so that a commit never waits behind megabytes of shares; a thread empties them. Whoever
 wants a message reads the sockets itself: no thread stands in between.
-
-A message on the wire: the number of frames (u32), its lane (u32), each frame's size (u64), then the frames.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ import hmac
 import os
 import select
 import socket
-import struct
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -23,189 +19,11 @@ from contextlib import suppress
 
 from shoal.errors import LaunchError, PeerFailed, UsageError
 from shoal.transport import Lane, Released, Token
+from shoal.transport.links import Link, Writer
 from shoal.transport.memory import Memory
 from shoal.wire import Frame
 
-LANES: tuple[Lane, Lane] = ("control", "bulk")
-LIMIT = 1 << 36  # bytes in a message at most; memory is used as they come, whatever a prefix claims
-SCRATCH = 1 << 16  # bytes read at once; what is left of a larger frame is read into its place
-MOST = (SCRATCH - 8) // 8  # frames in a message: its prefix fits into the scratch
-WAKE = 1 << 16  # bytes of a large frame that are worth waking up for
 UNSENT = 1 << 16  # bytes that the kernel takes beyond what it can send at once
-GATHER = 256  # buffers handed to the kernel at once
-_PREFIX = struct.Struct("<II")
-
-
-class _Sent:
-    """Set once the kernel has taken a message's last byte."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.set = self._event.set
-
-    def wait(self, timeout: float) -> bool:
-        return self._event.wait(timeout)
-
-
-_Letter = tuple[list[memoryview], _Sent]
-
-
-class _Inbox:
-    """Cuts what a socket brings into messages."""
-
-    def __init__(self, link: socket.socket) -> None:
-        self._link = link
-        self._scratch = bytearray(SCRATCH)
-        self._view = memoryview(self._scratch)
-        self._from = self._to = 0
-        self._frames: list[bytearray] = []
-        self._lane = 0
-        self._at = self._filled = 0
-        self._asleep = 1  # bytes that must be there before the kernel says that there is something
-
-    def read(self) -> list[tuple[Lane, list[Frame]]]:
-        """The messages that are complete now; raises OSError once the peer has closed, or sends nonsense."""
-        try:
-            taken = self._take()
-        except BlockingIOError:
-            return []
-        if not taken:
-            raise ConnectionResetError("the peer has closed")
-        found: list[tuple[Lane, list[Frame]]] = []
-        while self._frames or self._start():
-            if not self._fill():
-                break
-            found.append((LANES[self._lane], list(self._frames)))
-            self._frames = []
-        if self._link.family == socket.AF_INET:
-            self._sleep()
-        return found
-
-    def _sleep(self) -> None:
-        """Within a large frame be woken for large parts of it, not for every packet."""
-        rest = len(self._frames[self._at]) - self._filled if self._frames else 1
-        wanted = min(rest, WAKE) if rest > WAKE // 8 else 1
-        if wanted != self._asleep:
-            self._asleep = wanted
-            self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-
-    def _take(self) -> int:
-        """Read once from the socket: what is left of a large frame into its place, else into the scratch."""
-        if self._from == self._to:
-            self._from = self._to = 0
-            if self._frames:
-                rest = memoryview(self._frames[self._at])[self._filled :]
-                if len(rest) >= SCRATCH:
-                    taken = self._link.recv_into(rest)
-                    self._filled += taken
-                    return taken
-        elif self._to == SCRATCH:  # an incomplete prefix stands at the end
-            left = self._to - self._from
-            self._view[:left] = bytes(self._view[self._from : self._to])
-            self._from, self._to = 0, left
-        taken = self._link.recv_into(self._view[self._to :])
-        self._to += taken
-        return taken
-
-    def _fill(self) -> bool:
-        """Copy from the scratch into the frames that are open; True once all are full."""
-        while self._at < len(self._frames):
-            frame = self._frames[self._at]
-            part = min(len(frame) - self._filled, self._to - self._from)
-            frame[self._filled : self._filled + part] = self._view[self._from : self._from + part]
-            self._from, self._filled = self._from + part, self._filled + part
-            if self._filled < len(frame):
-                return False
-            self._at, self._filled = self._at + 1, 0
-        return True
-
-    def _start(self) -> bool:
-        """Make room for a message's frames, if all of its prefix is here."""
-        have = self._to - self._from
-        if have < _PREFIX.size:
-            return False
-        count, lane = _PREFIX.unpack_from(self._scratch, self._from)
-        if not 0 < count <= MOST or lane >= len(LANES):
-            raise OSError(f"a message of {count} frames on lane {lane}")
-        sizes = struct.Struct(f"<{count}Q")
-        if have < _PREFIX.size + sizes.size:
-            return False
-        wanted = sizes.unpack_from(self._scratch, self._from + _PREFIX.size)
-        if sum(wanted) > LIMIT:
-            raise OSError(f"a message of {sum(wanted)} bytes")
-        self._from += _PREFIX.size + sizes.size
-        self._frames, self._lane, self._at, self._filled = [bytearray(n) for n in wanted], lane, 0, 0
-        return True
-
-
-class _Link:
-    """One socket to one peer, and what waits to go there."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.socket, self.inbox = connection, _Inbox(connection)
-        self.peer = ""
-        self.lock = threading.Lock()
-        self.broken = False
-        self._queues: dict[Lane, deque[_Letter]] = {"control": deque(), "bulk": deque()}
-        self._open: _Letter | None = None  # of which some has left already
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something has still to leave."""
-        return self._open is not None or any(self._queues.values())
-
-    def send(self, lane: Lane, frames: Sequence[Frame]) -> Token:
-        """Hand a message to the kernel, or as much of it as it takes."""
-        views = [memoryview(frame).cast("B") for frame in frames]
-        sizes = [view.nbytes for view in views]
-        prefix = struct.pack(f"<II{len(sizes)}Q", len(sizes), LANES.index(lane), *sizes)
-        token = _Sent()
-        with self.lock:
-            idle = not self.waiting
-            self._queues[lane].append(([memoryview(prefix), *views], token))
-            if idle:
-                self.flush()
-        return token
-
-    def flush(self) -> None:
-        """Hand over what the kernel takes now; the caller holds the lock."""
-        while not self.broken:
-            if self._open is None:
-                queue = self._queues["control"] or self._queues["bulk"]
-                if not queue:
-                    return
-                self._open = queue.popleft()
-            views, token = self._open
-            try:
-                taken = self.socket.sendmsg(views[:GATHER])
-            except BlockingIOError:
-                return
-            except OSError:
-                self.give_up()
-                return
-            while views and taken >= views[0].nbytes:
-                taken -= views.pop(0).nbytes
-            if views:
-                views[0] = views[0][taken:]
-            else:
-                self._open = None
-                token.set()
-
-    def end(self) -> None:
-        """Close the socket for all processes: one that the script has forked may hold a copy of it."""
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
-
-    def give_up(self) -> None:
-        """The peer is gone: what waits will never leave."""
-        self.broken = True
-        for _, token in [*filter(None, [self._open]), *self._queues["control"], *self._queues["bulk"]]:
-            token.set()
-        self._open = None
-        for queue in self._queues.values():
-            queue.clear()
 
 
 class PlainSockets:
@@ -227,14 +45,14 @@ class PlainSockets:
         self.memory = memory or Memory()
         self.traffic: Counter[str] = Counter()
         self._linger = linger
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
         self._dialled: set[str] = set()
-        self._by_file: dict[int, _Link] = {}
+        self._by_file: dict[int, Link] = {}
         self._early: dict[str, list[tuple[Lane, list[Frame]]]] = {}
         self._arrived: dict[Lane, deque[list[Frame]]] = {"control": deque(), "bulk": deque()}
         self._poll = select.poll()
         self._listener: socket.socket | None = None
-        self._writer = _Writer()
+        self._writer = Writer()
         if listen is not None:
             self._listener = self._listen(listen)
             self._poll.register(self._listener, select.POLLIN)
@@ -279,12 +97,12 @@ class PlainSockets:
         self._dialled.add(peer)
         link.send("control", [self.name.encode(), self._secret])
 
-    def _add(self, connection: socket.socket, peer: str = "") -> _Link:
+    def _add(self, connection: socket.socket, peer: str = "") -> Link:
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # else a commit waits behind megabytes in the kernel
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
-        link = _Link(connection)
+        link = Link(connection)
         self._by_file[connection.fileno()] = link
         self._poll.register(connection, select.POLLIN)
         if peer:
@@ -348,7 +166,7 @@ class PlainSockets:
             while True:
                 self._add(self._listener.accept()[0])
 
-    def _greeted(self, link: _Link, frames: Sequence[Frame]) -> None:
+    def _greeted(self, link: Link, frames: Sequence[Frame]) -> None:
         """A peer has said its name: send what has waited for that. Raises OSError for a stranger."""
         if len(frames) != 2 or not hmac.compare_digest(frames[1], self._secret):
             raise PermissionError("a stranger")
@@ -359,7 +177,7 @@ class PlainSockets:
         if link.waiting:
             self._writer.watch(link)
 
-    def _drop(self, link: _Link, file: int) -> None:
+    def _drop(self, link: Link, file: int) -> None:
         """The peer has closed its end."""
         self._poll.unregister(file)
         del self._by_file[file]
@@ -385,68 +203,6 @@ class PlainSockets:
             if isinstance(at, str):
                 with suppress(OSError):
                     os.unlink(at)
-
-
-class _Writer:
-    """The thread that hands to the kernel what it did not take at once; started when first needed."""
-
-    def __init__(self) -> None:
-        self._links: dict[int, _Link] = {}
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_write.setblocking(False)
-        self._ending = False
-
-    def watch(self, link: _Link) -> None:
-        """Empty a link's queues from now on."""
-        with self._lock:
-            self._links[link.socket.fileno()] = link
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shoal writer", daemon=True)
-                self._thread.start()
-        self._wake()
-
-    def forget(self, link: _Link) -> None:
-        """A link is about to be closed."""
-        with self._lock:
-            self._links = {file: known for file, known in self._links.items() if known is not link}
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # it is awake already, or has ended
-            self._wake_write.send(b"x")
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                links = dict(self._links)
-                if self._ending and not links:
-                    return
-            poll = select.poll()
-            poll.register(self._wake_read, select.POLLIN)
-            for file in links:
-                poll.register(file, select.POLLOUT)
-            for file, _ in poll.poll():
-                link = links.get(file)
-                if link is None:
-                    self._wake_read.recv(4096)
-                    continue
-                with link.lock:
-                    link.flush()
-                    if not link.waiting:
-                        with self._lock:
-                            self._links.pop(file, None)
-
-    def close(self, until: float) -> None:
-        """Wait until all queues are empty."""
-        self._ending = True
-        if self._thread is not None:
-            self._wake()
-            self._thread.join(max(0.0, until - time.monotonic()))
-        self._wake_write.close()
-        if self._thread is None or not self._thread.is_alive():
-            self._wake_read.close()
 
 
 def _parse(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
