@@ -88,6 +88,7 @@ def _prctl(option: int, value: int | bytes) -> None:
 def _leave(code: int) -> NoReturn:
     """Ends as Python would, without taking the modules down: that costs half a second of every member."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.stdout.flush()  # what comes now may take longer than the launcher waits
     threading._shutdown()  # type: ignore[attr-defined]  # executors hear of the end, and threads are waited for
     atexit._run_exitfuncs()
     sys.stdout.flush()
