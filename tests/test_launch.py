@@ -154,6 +154,14 @@ def shoal_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 # The command line
 
 
+def test_a_folder_of_the_same_name_does_not_hide_the_package(tmp_path: Path) -> None:
+    """A clone's, for instance, in the folder that the command is given in."""
+    (tmp_path / "shoal").mkdir()
+    command = [sys.executable, "-c", "import shoal; print(shoal.__file__)"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == shoal.__file__
+
+
 def test_the_command_starts_without_torch() -> None:
     code = "import sys, shoal.cli, shoal.launcher.local; print({'torch', 'rich', 'numpy'} & set(sys.modules))"
     done = subprocess.run(
