@@ -27,7 +27,6 @@ from shoal.acts import (
     Norm,
     Owned,
     Pull,
-    Release,
     Reply,
     Returned,
     Share,
@@ -37,6 +36,7 @@ from shoal.acts import (
 from shoal.clocks import Clocks
 from shoal.errors import ProtocolError
 from shoal.ledger import Ledger, Life
+from shoal.shares import Shares
 
 _Said = TypeVar("_Said", Commit, Norm)
 
@@ -66,8 +66,7 @@ class Admission:
         self._clocks = Clocks(groups, chunks, max_delay, {0} if self._warmup else groups)
         self._left: dict[int, set[int]] = {group: set() for group in groups}
         self._incarnation = dict.fromkeys(groups, 0)
-        self._held: dict[tuple[int, int, int], Share] = {}
-        self._seen: dict[tuple[int, int, int], tuple[int, set[int]]] = {}
+        self._shares = Shares()
         self._commits: dict[tuple[int, int], dict[int, Commit]] = {}
         self._norms: dict[tuple[int, int], dict[int, Norm]] = {}
         self._averages: dict[tuple[int, int], list[Average]] = {}
@@ -137,32 +136,21 @@ class Admission:
         group, rank, incarnation = share.life
         if incarnation < self._incarnation[group]:
             return []  # its commit will never come; Join has settled that life
-        key = (group, rank, share.chunk)
         closed = self._clocks.closed[group][share.chunk]
         if share.step > closed + 1:
             raise ProtocolError(
                 f"worker {group}.{rank} pushed chunk {share.chunk} of step {share.step}, "
                 f"but step {closed + 1} comes next"
             )
-        self.ledger.duplicate += self._seen_before(key, share)
+        self.ledger.duplicate += self._shares.repeats(share)
         if share.step <= closed:
             return [] if group in self._parked[share.chunk] else [Answer(share.chunk, group, rank, closed)]
-        if key in self._held and self._held[key].number >= share.number:
+        if not self._shares.hold(share):
             return []
-        self._held[key] = share
         actions: list[Action] = [Hold(share)]
         actions += self._measure(group, self._chunks[share.chunk].optimizer)
         actions += self._close(group, share.chunk)
         return actions
-
-    def _seen_before(self, key: tuple[int, int, int], share: Share) -> bool:
-        """Whether the share has arrived before; notes that it has now."""
-        step, numbers = self._seen.get(key, (0, set()))
-        if share.step > step:
-            step, numbers = self._seen[key] = (share.step, set())
-        before = share.step < step or share.number in numbers
-        numbers.add(share.number)
-        return before
 
     def _commit(self, commit: Commit) -> list[Action]:
         group, rank, incarnation = commit.life
@@ -203,7 +191,7 @@ class Admission:
         if finite and average is None:
             return []
         ranks = average.ranks if average is not None else ()
-        bases = [self._held[group, rank, chunk].base for rank in ranks]
+        bases = [self._shares.base(group, rank, chunk) for rank in ranks]
         staleness = self.version(chunk) - min(bases) if bases and not owned.buffer else -1
         step = commits[0].step
         self._account(commits, chunk, average)
@@ -213,7 +201,7 @@ class Admission:
         actions: list[Action] = []
         if average is not None and average.ranks:
             actions.append(Apply(average, step, staleness))
-        actions += self._forget(group, chunk)
+        actions += self._shares.release(group, chunk)
         return actions + self._unpark(chunk) + self._warm()
 
     def _account(self, commits: Iterable[Commit], chunk: int, average: Average | None) -> None:
@@ -231,10 +219,8 @@ class Admission:
         """How the counting shares combine; None while one is missing."""
         commits = tuple(counting)
         sharing = [c for c in commits if c.counts.get(chunk)]
-        for commit in sharing:
-            held = self._held.get((group, commit.life.rank, chunk))
-            if held is None or held.number != commit.counts[chunk]:
-                return None
+        if not all(self._shares.has(group, c.life.rank, chunk, c.counts[chunk]) for c in sharing):
+            return None
         over = sharing if self._chunks[chunk].buffer else commits
         weights = [c.weight for c in over]
         total = sum(weights)
@@ -253,10 +239,6 @@ class Admission:
             None if touched is None else tuple(sorted(touched)),
         )
 
-    def _forget(self, group: int, chunk: int) -> list[Action]:
-        ranks = [rank for rank in range(self._workers[group]) if self._held.pop((group, rank, chunk), None)]
-        return [Release(group, rank, chunk) for rank in ranks]
-
     def _norm(self, norm: Norm) -> list[Action]:
         group, rank, incarnation = norm.life
         if incarnation < self._incarnation[group]:
@@ -269,8 +251,7 @@ class Admission:
         actions = self._measure(group, norm.optimizer)
         if norm.again and not actions:
             for chunk, number in norm.counts.items():
-                held = self._held.get((group, rank, chunk))
-                if held is None or held.number != number:
+                if not self._shares.has(group, rank, chunk, number):
                     actions.append(Ask(group, rank, chunk, norm.step))
         return actions
 
@@ -308,9 +289,8 @@ class Admission:
             return [Ask(group, rank, -1, pull.step)]
         missing = [r for r in range(self._workers[group]) if r not in here]
         for r, commit in here.items():
-            held = self._held.get((group, r, chunk))
             number = commit.counts.get(chunk, 0)
-            if number and (held is None or held.number != number):
+            if number and not self._shares.has(group, r, chunk, number):
                 missing.append(r)
         if rank in missing:
             return [Ask(group, rank, chunk, pull.step)]
@@ -326,28 +306,21 @@ class Admission:
         self._incarnation[group] = incarnation
         actions: list[Action] = []
         if returned:
-            actions = self._bury(group, incarnation)
+            actions += self._bury(group, incarnation)
             self._clocks.join(group)
             actions += [action for chunk in self._chunks for action in self._unpark(chunk)]
         return actions
 
-    def _bury(self, group: int, incarnation: int) -> list[Action]:
+    def _bury(self, group: int, incarnation: int) -> Iterable[Action]:
         """Drop what an older life of the group left unfinished."""
-        actions: list[Action] = []
-        unseen: dict[int, int] = {}
-        for g, rank, chunk in list(self._held):
-            if g == group:
-                _, numbers = self._seen.get((g, rank, chunk), (0, set()))
-                unseen[rank] = unseen.get(rank, 0) + len(numbers)
-                actions += self._forget(group, chunk)
-        self._seen = {key: seen for key, seen in self._seen.items() if key[0] != group}
+        released, sent = self._shares.bury(group)
         for rank in range(self._workers[group]):
-            self.ledger.settle(Life(group, rank, incarnation - 1), "dead", unseen.get(rank, 0))
+            self.ledger.settle(Life(group, rank, incarnation - 1), "dead", sent[rank])
         self._commits = {key: said for key, said in self._commits.items() if key[0] != group}
         self._norms = {key: said for key, said in self._norms.items() if key[0] != group}
         for parked in self._parked.values():
             parked.pop(group, None)
-        return actions
+        return released
 
     def _return(self, group: int) -> list[Action]:
         """A group that had left commits again: it takes part from now on, level with the slowest.
@@ -369,7 +342,7 @@ class Admission:
         self._left[group].add(rank)
         if len(self._left[group]) < self._workers[group]:
             return []
-        forgotten = [a for chunk in self._chunks for a in self._forget(group, chunk)]
+        forgotten = [a for chunk in self._chunks for a in self._shares.release(group, chunk)]
         return [*forgotten, *self._gone(group)]
 
     def _gone(self, group: int) -> list[Action]:

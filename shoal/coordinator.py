@@ -160,7 +160,7 @@ class Coordinator:
             route, content = frames
             request = _requests.decode(content)
             answer = self._verbs[request.verb](route, request)
-        except (ValueError, KeyError, msgspec.MsgspecError):
+        except (ValueError, LookupError, msgspec.MsgspecError):
             return  # no member of this version asks that
         if answer is not None:
             self._send(route, answer)
@@ -217,9 +217,8 @@ class Coordinator:
             else:
                 lost.append(route)
         if any(now - self._present[route].reached > GRACE for route in lost):
-            names = [
-                self._present.pop(route).name for route in lost
-            ]  # whoever starts them ends some for others
+            # All that are lost: whoever starts them ends some when others have ended.
+            names = [self._present.pop(route).name for route in lost]
             has = "has" if len(names) == 1 else "have"
             self._fail(f"{', '.join(names)} {has} ended without a word, or cannot be reached any more")
 

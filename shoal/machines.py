@@ -6,19 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import Store
 
 from shoal.keys import Keys
 from shoal.link import Link
-from shoal.site import Membership, wait_for
+from shoal.site import Membership, plain_sockets, wait_for
 from shoal.store import LinkStore
-from shoal.topology import Member
-from shoal.transport import Endpoint, Lane, Token
+from shoal.transport import LANES, Endpoint, Lane, Token
 from shoal.transport.memory import Memory
-from shoal.transport.plain import PlainSockets
-from shoal.transport.sockets import LANES, Sockets
+from shoal.transport.sockets import Sockets
 from shoal.wire import Frame
 
 
@@ -46,41 +43,24 @@ class Machines:
 
     def endpoint(self) -> Endpoint:
         """See Site.endpoint. A server leaves in the store where it listens."""
-        m, store = self._m, self.store()
-        store.set(f"machine/{m.member}", self._here.machine)
-        memory = Memory(self._is_near)
-        return Watched(
-            self._plain(store, memory) if self._keys is None else self._locked(store, memory, self._keys),
-            self._link,
-        )
+        m, memory, serving = self._m, Memory(self._is_near), self._m.member.role == "server"
+        self._store.set(f"machine/{m.member}", self._here.machine)
+        if self._keys is not None:
+            return Watched(self._locked(memory, self._keys), self._link)
+        listen = self._listen_at(0) if serving else None
+        return Watched(plain_sockets(m, listen, memory, self), self._link)
 
-    @property
-    def _dialled(self) -> Sequence[Member]:
-        m = self._m
-        return (
-            m.topology.leaders_of(m.member) if m.member.role == "server" else m.topology.servers_of(m.member)
-        )
-
-    def _plain(self, store: Store, memory: Memory) -> Endpoint:
-        m = self._m
-        listen = self._listen_at(0) if m.member.role == "server" else None
-        sockets = PlainSockets(m.member.name, m.run_id, listen, m.config.timeouts.flush, memory)
-        if listen is not None:
-            store.set(f"address/{m.member}", json.dumps(sockets.bound))
-        for server in self._dialled:
-            sockets.dial(server.name, self._address(store, server), m.config.timeouts.start)
-        return sockets
-
-    def _locked(self, store: Store, memory: Memory, keys: Keys) -> Endpoint:
-        m, serving = self._m, self._m.member.role == "server"
+    def _locked(self, memory: Memory, keys: Keys) -> Endpoint:
+        m, store, serving = self._m, self._store, self._m.member.role == "server"
         callers = {worker.name for worker in m.topology.workers_of(m.member)} if serving else set()
         lock = keys.lock(m.member.name, callers | m.topology.followers_of(m.member) if serving else ())
         listen = {lane: self._listen_at(place) for place, lane in enumerate(LANES)} if serving else None
         sockets = Sockets(m.member.name, listen, {}, m.config.timeouts.flush, memory, lock)
         if serving:
             store.set(f"address/{m.member}", json.dumps(sockets.bound))
-        for server in self._dialled:
-            sockets.dial(server.name, self._address(store, server))
+        for server in m.topology.dialled_by(m.member):
+            addresses = wait_for(store, f"address/{server}", m, "start", f"{server} to listen", self.check)
+            sockets.dial(server.name, json.loads(addresses))
         return sockets
 
     def _listen_at(self, place: int) -> str:
@@ -88,10 +68,6 @@ class Machines:
         first = self._m.config.cluster.start_port
         port = first and first + 2 * self._m.topology.servers.index(self._m.member) + place
         return f"tcp://{self._here.address}:{port or '*'}"
-
-    def _address(self, store: Store, server: Member) -> Any:
-        word = wait_for(store, f"address/{server}", self._m, "start", f"{server} to listen", self.check)
-        return json.loads(word)
 
     def _is_near(self, peer: str) -> bool:
         """Whether a peer that has dialled, or is dialled, can read this member's memory."""

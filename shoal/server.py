@@ -27,6 +27,7 @@ from shoal.shard import Shard
 from shoal.snapshots import Snapshots
 from shoal.sync import Sync
 from shoal.topology import Member, Topology
+from shoal.totals import totals_kept, totals_of
 from shoal.transport import Post
 from shoal.wire import VERSION, Hello, Init, Kept, Kind, Lease, Leave, Message, Refuse, Welcome
 
@@ -360,40 +361,11 @@ class Server:
 
     def _report(self) -> None:
         if self._kept is not None:
-            self._report_kept(self._kept)
-            return
-        assert self.rounds is not None
-        rounds, ledger = self.rounds, self.rounds.admission.ledger
-        self._events.write(
-            "finished",
-            rounds=rounds.admission.rounds,
-            pushed=ledger.pushed,
-            applied=ledger.applied,
-            duplicate=ledger.duplicate,
-            dropped=dict(ledger.dropped),
-            staleness={str(value): count for value, count in sorted(rounds.staleness.items())},
-            parameters=self._shard.parameters,
-            state_bytes=self._shard.state_bytes,
-            traffic=dict(self._post.endpoint.traffic),
-            exchanges=rounds.sync.exchanges,
-            exchanged_rounds=rounds.sync.exchanged_rounds,
-        )
-
-    def _report_kept(self, kept: Kept) -> None:
-        self._events.write(
-            "finished",
-            rounds=kept.rounds,
-            pushed=kept.applied + kept.dropped,
-            applied=kept.applied,
-            duplicate=0,
-            dropped={"non-finite": kept.dropped} if kept.dropped else {},
-            staleness={"0": kept.applied} if kept.applied else {},
-            parameters=kept.parameters,
-            state_bytes=kept.state_bytes,
-            traffic={},
-            exchanges=0,
-            exchanged_rounds=0,
-        )
+            totals = totals_kept(self._kept)
+        else:
+            assert self.rounds is not None
+            totals = totals_of(self.rounds, self._shard, self._post.endpoint.traffic)
+        self._events.write("finished", **totals)
 
 
 def differs(hello: Hello, model: Hello) -> str | None:

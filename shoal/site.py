@@ -89,20 +89,10 @@ class OneMachine:
         self._m = membership
 
     def endpoint(self) -> Endpoint:
-        """See Site.endpoint. A server that listens on tcp leaves its ports in the store."""
+        """See Site.endpoint."""
         m = self._m
-        serving = m.member.role == "server"
-        wanted = m.topology.leaders_of(m.member) if serving else m.topology.servers_of(m.member)
-        bind = self._listen_at(m.member) if serving else None
-        memory = Memory(lambda peer: m.config.cluster.share_memory)
-        sockets = PlainSockets(m.member.name, m.run_id, bind, m.config.timeouts.flush, memory)
-        store = self.store()
-        if serving:
-            store.set(f"address/{m.member}", sockets.bound)
-        for server in wanted:
-            address = wait_for(store, f"address/{server}", m, "start", f"{server} to listen")
-            sockets.dial(server.name, address.decode(), m.config.timeouts.start)
-        return sockets
+        listen = self._listen_at(m.member) if m.member.role == "server" else None
+        return plain_sockets(m, listen, Memory(lambda peer: m.config.cluster.share_memory), self)
 
     def _listen_at(self, server: Member) -> str:
         cluster = self._m.config.cluster
@@ -152,6 +142,26 @@ class OneProcess:
         """See Site.check."""
         for error in self._failures:
             raise error
+
+
+def plain_sockets(membership: Membership, listen: str | None, memory: Memory, site: Site) -> PlainSockets:
+    """A member's sockets, with the servers dialled that it speaks to first.
+
+    Args:
+        listen: a server's address; the port that it is given is left in the store.
+
+    Raises:
+        LaunchError: it cannot listen there.
+        WaitTimeout, PeerFailed: a server does not listen, or does not answer.
+    """
+    m, store = membership, site.store()
+    sockets = PlainSockets(m.member.name, m.run_id, listen, m.config.timeouts.flush, memory)
+    if listen is not None:
+        store.set(f"address/{m.member}", sockets.bound)
+    for server in m.topology.dialled_by(m.member):
+        address = wait_for(store, f"address/{server}", m, "start", f"{server} to listen", site.check)
+        sockets.dial(server.name, address.decode(), m.config.timeouts.start)
+    return sockets
 
 
 def wait_for(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from multiprocessing import parent_process
@@ -50,6 +51,27 @@ class Source(Protocol):
         ...
 
 
+class Loading:
+    """A DataLoader whose random numbers are a worker's own in each epoch.
+
+    Args:
+        place: whose batches.
+        options: DataLoader's keywords.
+    """
+
+    def __init__(self, dataset: Any, place: Place, options: Mapping[str, Any]) -> None:
+        self._place = place
+        self._ours = torch.Generator()  # torch's global one must not move: one worker equals plain PyTorch
+        generator = options.get("generator") or self._ours
+        self._loader: DataLoader[Any] = DataLoader(dataset, **{**options, "generator": generator})
+
+    def epoch(self, number: int) -> Generator[Any, None, None]:
+        """What the DataLoader gives for the epoch; to be closed, for torch's processes to end."""
+        place = self._place
+        self._ours.manual_seed(seed_of(place.seed, number, place.group, place.rank))
+        yield from self._loader
+
+
 class Indexed:
     """Batches of a dataset with indices.
 
@@ -77,11 +99,9 @@ class Indexed:
         self._user_sampler, self._user_batches = rest.pop("sampler", None), rest.pop("batch_sampler", None)
         self._shuffle, self._drop_last = bool(rest.pop("shuffle")), bool(rest.pop("drop_last"))
         self._known: tuple[int, Sequence[Batch]] | None = None  # an epoch and its batches
-        self._ours = torch.Generator()  # torch's global one must not move: one worker equals plain PyTorch
-        rest["generator"] = rest.get("generator") or self._ours
         rest["worker_init_fn"] = Start(rest.get("worker_init_fn"))
         self._sampler = _Dealt()
-        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._sampler, **rest)
+        self._loading = Loading(dataset, place, {**rest, "batch_sampler": self._sampler})
 
     def length(self, epoch: int) -> int | None:
         """See Source.length; 0 of leased data if there are none for any group."""
@@ -94,8 +114,6 @@ class Indexed:
 
     def batches(self, epoch: int, position: int, state: Any) -> Generator[Ready, None, None]:
         """See Source.batches; the state is always None."""
-        place = self._place
-        self._ours.manual_seed(seed_of(place.seed, epoch, place.group, place.rank))
         coming, weights = self._from(epoch, position), deque[int]()
         if (first := next(coming, None)) is None:
             return  # and no processes are started for nothing
@@ -106,12 +124,9 @@ class Indexed:
                 yield list(batch.indices)
 
         self._sampler.batches = indices()
-        loaded = iter(self._loader)
-        try:
+        with closing(self._loading.epoch(epoch)) as loaded:
             for content in loaded:
                 yield Ready(content, weights.popleft())
-        finally:
-            del loaded  # torch ends its processes with it
 
     def _from(self, epoch: int, position: int) -> Iterator[Batch]:
         dealt = self._dealt(epoch)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from shoal.errors import UsageError
 from shoal.randomness import Randomness
 from shoal.sampling import Place, deal, seed_of, turns
-from shoal.sources import Ready, Start
+from shoal.sources import Loading, Ready, Start
 
 
 class Streamed:
@@ -58,14 +58,14 @@ class Streamed:
         )
         self._part = part
         self._last: Any = None  # of a sharded stream, kept for company
-        self._ours = torch.Generator()  # torch's global one must not move: one worker equals plain PyTorch
+        self._processes = rest.get("num_workers", 0)
         rest |= {
-            "generator": rest.get("generator") or self._ours,
+            "batch_size": None,
             "worker_init_fn": _Start(rest.get("worker_init_fn")),
             "collate_fn": _Collate(rest.get("collate_fn") or default_collate),
             "persistent_workers": False,  # one that persists would not hear of the next epoch
         }
-        self._loader: DataLoader[Any] = DataLoader(part, batch_size=None, **rest)
+        self._loading = Loading(part, place, rest)
 
     def length(self, epoch: int) -> int | None:
         """See Source.length; as right as the stream's own ``__len__``."""
@@ -79,19 +79,14 @@ class Streamed:
 
     def batches(self, epoch: int, position: int, state: Any) -> Generator[Ready, None, None]:
         """See Source.batches."""
-        place = self._place
-        if self._agree is not None and self._loader.num_workers > 1:
+        if self._agree is not None and self._processes > 1:
             state = None  # one process's
         self._part.begin(epoch, position, state)
-        self._ours.manual_seed(seed_of(place.seed, epoch, place.group, place.rank))
-        loaded: Iterator[Ready] = iter(self._loader)
-        try:
+        with closing(self._loading.epoch(epoch)) as loaded:
             if self._agree is None:
                 yield from loaded
             else:
                 yield from self._agreed(loaded, self._agree, 0 if state is not None else position)
-        finally:
-            del loaded  # torch ends its processes with it
 
     def _agreed(
         self, loaded: Iterator[Ready], agree: Callable[[bool], bool], skipped: int

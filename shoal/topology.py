@@ -181,6 +181,10 @@ class Topology:
         lower = {peer for peer in self.peers_of(server) if peer.group < server.group}
         return sorted(lower | ({source} if source else set()))
 
+    def dialled_by(self, member: Member) -> Sequence[Member]:
+        """The servers that a member speaks to first; others wait for it to do so."""
+        return self.leaders_of(member) if member.role == "server" else self.servers_of(member)
+
     def followers_of(self, server: Member) -> set[str]:
         """The names of the servers that dial this one."""
         return {other.name for other in self.servers if server in self.leaders_of(other)}

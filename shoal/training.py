@@ -25,21 +25,22 @@ from shoal.events import Events
 from shoal.exchange import Exchange
 from shoal.files import Files
 from shoal.leases import Lessor
-from shoal.models import describe, refuse_wrappers
+from shoal.models import Described, describe, refuse_wrappers
 from shoal.overlap import Forwards
 from shoal.own import Own, OwnStepper, keeps_its_own
-from shoal.parameters import Replica, as_bytes
+from shoal.parameters import Replica
 from shoal.partition import Chunk, Plan, plan_for
 from shoal.prepare import Stepper
 from shoal.results import loggable, plain_number, plain_value
-from shoal.rows import Content, changed_rows, cut_state
+from shoal.rows import Content, changed_rows
 from shoal.site import Membership, Site
 from shoal.staging import Stage
+from shoal.start import start_of
 from shoal.topology import Member
 from shoal.transport import Post
-from shoal.updater import is_elementwise, pack, refuse_gradients, resolve, spec_of, state_bytes
+from shoal.updater import is_elementwise, refuse_gradients, resolve, spec_of, state_bytes
 from shoal.waiting import Outcome
-from shoal.wire import VERSION, Frame, Hello, OptimizerSpec, Pull, State
+from shoal.wire import VERSION, Hello, OptimizerSpec, Pull
 
 REPORT = 0.25  # seconds between two progress events at the least
 
@@ -101,67 +102,73 @@ class Training:
         if not optimizers:
             raise UsageError("prepare() got no optimizer", remedy="call run.prepare(model, optimizer)")
         m = self.membership
-        allowed = m.config.allow_optimizers
-        specs = tuple(spec_of(optimizer, allowed) for optimizer in optimizers)
-        correction = Correction.of(m.config.cluster)
-        correction.refuse(specs)
-        whole = [not is_elementwise(resolve(spec.name, allowed)) for spec in specs]
-        described = describe(self.models, optimizers, whole)
-        refuse_gradients(described.parameters, specs, allowed)
-        correction.refuse_tables(described.parameters)
+        described, specs = self._described(optimizers)
         plan = plan_for(m.topology, m.config.cluster, described.parameters, described.buffers)
         if self.probe is not None:
             self.probe(Prepared(self.models, optimizers, specs, plan, self.loaders, self.batch, ema))
-        post = Post(self._site.endpoint(), m.run_id, m.incarnation)
-        exchange: Exchange
-        if keeps_its_own(m, ema):
-            self._replica = Replica(plan, described.tensors, described.places)
-            exchange = Own(m, post, plan, lambda: sum(state_bytes(optimizer) for optimizer in optimizers))
-        else:
-            memory = post.endpoint.memory
-            stage = Stage.of(described.all, self.note)
-            memory.mapped = None if stage is None else stage.pin
-            self._replica = Replica(plan, described.tensors, described.places, memory.allocate, stage)
-            coding = Coding.of(m.config.cluster)
-            exchange = Exchange(m.member, m.topology, post, plan, m.config.timeouts, self._site.check, coding)
-        start = self._replica.checksum()
-        hello = Hello(VERSION, described.parameters, described.buffers, specs, start, ema)
-        outcome, differs = exchange.join(hello, self._start(optimizers), self._late())
+        self._replica, exchange = self._connected(plan, described, optimizers)
+        first = m.member == Member("worker", 0, 0)
+        checksum = self._replica.checksum()
+        start = start_of(optimizers, self._replica) if first else {}
+        hello = Hello(VERSION, described.parameters, described.buffers, specs, checksum, ema)
+        outcome, differs = exchange.join(hello, start, self._late())
         self.install(outcome)
         self._exchange = exchange
         if differs:
             self.note(
                 "this worker's start differed from worker 0.0's, which is everyone's; a seed makes them equal"
             )
-        if m.member == Member("worker", 0, 0):
-            for caution in cautions(m.topology, self.models, optimizers):
-                self.note(caution)
+        for caution in cautions(m.topology, self.models, optimizers) if first else ():
+            self.note(caution)
         for number, optimizer in enumerate(optimizers):
             self._adopt(number, optimizer)
-        steppers = [stepper for stepper in self._steppers.values() if isinstance(stepper, Stepper)]
-        if overlap and steppers:
-            forwards = Forwards(self.models, self._replica, [stepper.arrivals for stepper in steppers])
-            for stepper in steppers:
-                stepper.at_once = forwards.uncovered
+        if overlap:
+            self._overlap()
         synchronise(self.models, Group(self.collectives, self.batch))
         self._began = time.time()
         rank = m.topology.rank(m.member)
         if rank:  # so that dropout differs between workers; worker 0 stays as in plain PyTorch
             torch.manual_seed(torch.initial_seed() + rank)
 
-    def _start(
+    def _described(
         self, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> dict[int, tuple[list[State], list[Frame]]]:
-        """Worker 0.0's values and optimizer state by chunk; nothing elsewhere."""
-        replica = self._replica
-        if replica is None or self.membership.member != Member("worker", 0, 0):
-            return {}
-        start: dict[int, tuple[list[State], list[Frame]]] = {}
-        for chunk in replica.plan.chunks:
-            states = [_cut(optimizers[chunk.optimizer], replica, chunk, i) for i in range(len(chunk.pieces))]
-            entries, frames = pack(iter(states))
-            start[chunk.number] = entries, [as_bytes(replica.read(chunk)), *frames]
-        return start
+    ) -> tuple[Described, tuple[OptimizerSpec, ...]]:
+        """The models and optimizers as the plan's input; raises UsageError for what cannot be trained."""
+        config = self.membership.config
+        allowed, correction = config.allow_optimizers, Correction.of(config.cluster)
+        specs = tuple(spec_of(optimizer, allowed) for optimizer in optimizers)
+        correction.refuse(specs)
+        whole = [not is_elementwise(resolve(spec.name, allowed)) for spec in specs]
+        described = describe(self.models, optimizers, whole)
+        refuse_gradients(described.parameters, specs, allowed)
+        correction.refuse_tables(described.parameters)
+        return described, specs
+
+    def _connected(
+        self, plan: Plan, described: Described, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[Replica, Exchange]:
+        """The model as the servers see it, and the way to them."""
+        m = self.membership
+        post = Post(self._site.endpoint(), m.run_id, m.incarnation)
+        if keeps_its_own(m, self._ema):
+            own = Own(m, post, plan, lambda: sum(state_bytes(optimizer) for optimizer in optimizers))
+            return Replica(plan, described.tensors, described.places), own
+        memory, stage = post.endpoint.memory, Stage.of(described.all, self.note)
+        memory.mapped = None if stage is None else stage.pin
+        replica = Replica(plan, described.tensors, described.places, memory.allocate, stage)
+        coding = Coding.of(m.config.cluster)
+        return replica, Exchange(
+            m.member, m.topology, post, plan, m.config.timeouts, self._site.check, coding
+        )
+
+    def _overlap(self) -> None:
+        """Let forwards wait for new values, where those come from servers."""
+        replica, _ = self.joined()
+        steppers = [stepper for stepper in self._steppers.values() if isinstance(stepper, Stepper)]
+        if steppers:
+            forwards = Forwards(self.models, replica, [stepper.arrivals for stepper in steppers])
+            for stepper in steppers:
+                stepper.at_once = forwards.uncovered
 
     def _late(self) -> str:
         """Why this worker's start may be long in coming; "" where it may not."""
@@ -385,16 +392,3 @@ def _edited(chunk: Chunk, before: Tensor, after: Tensor) -> tuple[Content, ...]:
     if torch.equal(after, before):
         return ()
     return changed_rows(before, after, chunk.row) if chunk.row else (after,)
-
-
-def _cut(optimizer: torch.optim.Optimizer, replica: Replica, chunk: Chunk, index: int) -> dict[str, Any]:
-    """A piece's part of the state that a worker's optimizer already has."""
-    piece = chunk.pieces[index]
-    tensor = replica.tensors[piece.parameter]
-    whole = replica.plan.parameters[piece.parameter].whole
-    state: dict[str, Any] = {}
-    for key, value in optimizer.state.get(tensor, {}).items():
-        if isinstance(value, Tensor) and value.shape == tensor.shape and not whole:
-            value = cut_state(value, piece, chunk.row)
-        state[key] = value
-    return state

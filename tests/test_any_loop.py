@@ -20,6 +20,7 @@ from cases import (
     adamw,
     close,
     fit,
+    looking,
     loss_of,
     mlp,
     part,
@@ -118,19 +119,6 @@ def penalised(model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch]) 
         loss.backward(retain_graph=True)
         (slope,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
         (slope.square().sum(1).mean() + loss).backward()
-        optimizer.step()
-
-
-def looking(model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch]) -> None:
-    """A forward in eval() without a graph in the middle of each step."""
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss = loss_of(model, inputs, targets)
-        with torch.no_grad():
-            model.eval()
-            loss_of(model, inputs, targets)
-            model.train()
-        loss.backward()
         optimizer.step()
 
 

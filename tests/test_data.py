@@ -337,7 +337,7 @@ def test_a_dataloader_is_taken_over() -> None:
     assert list(loader) == [("process 0: 0", "process 0: 1"), ("process 0: 2", "process 0: 3")]
     assert loader.dataset is source.dataset and loader.batch_size == 2
     for name in ("num_workers", "prefetch_factor", "timeout", "generator", "collate_fn"):
-        assert getattr(loader._source._loader, name) == getattr(source, name)  # type: ignore[attr-defined]
+        assert getattr(loader._source._loading._loader, name) == getattr(source, name)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("shuffle", "sequential"), [(True, False), (False, True), (None, True)])

@@ -19,7 +19,8 @@ from shoal.launcher import environment
 from shoal.launcher.environment import Place
 from shoal.launcher.folder import PREFIX, Folder
 from shoal.topology import Member, Topology, machines_of
-from shoal.transport.sockets import LANES, Sockets
+from shoal.transport import LANES
+from shoal.transport.sockets import Sockets
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 TORCHRUN = {

@@ -19,6 +19,7 @@ from cases import (
     adamw,
     adds_up,
     fit,
+    looking,
     loss_of,
     mlp,
     part,
@@ -115,19 +116,6 @@ def compiled_in_place() -> nn.Module:
 def compiled_late(model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch]) -> None:
     """After prepare(), with the hooks in it."""
     fit(torch.compile(model, backend="eager"), optimizer, batches)
-
-
-def looking(model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch]) -> None:
-    """A forward in eval() in the middle of each step, and model.zero_grad()."""
-    for inputs, targets in batches:
-        model.zero_grad()
-        loss = loss_of(model, inputs, targets)
-        with torch.no_grad():
-            model.eval()
-            loss_of(model, inputs, targets)
-            model.train()
-        loss.backward()
-        optimizer.step()
 
 
 def following(model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch]) -> None:

@@ -174,6 +174,17 @@ def test_the_state_stays_the_optimizers_own() -> None:
     assert run_cluster(work, {}, messages=False).results["worker 0.0"] == 6
 
 
+def prepared(run: Run) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = model_of()
+    return run.prepare(model, OPTIMIZERS["SGD"](model.parameters()))
+
+
+def two_steps(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for _ in run.epochs(2):
+        plain_step(run, model, optimizer, torch.ones(12, 8))
+
+
 def edit(model: nn.Module) -> None:
     with torch.no_grad():
         model[0].weight.add_(1)
@@ -186,9 +197,7 @@ def edit_unseen(model: nn.Module) -> None:
 @pytest.mark.parametrize("change", [edit, edit_unseen])
 def test_a_changed_parameter_is_the_error_that_it_is_elsewhere(change: Callable[[nn.Module], None]) -> None:
     def work(run: Run) -> None:
-        model = model_of()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        run.prepare(model, optimizer)
+        model, optimizer = prepared(run)
         plain_step(run, model, optimizer, torch.ones(12, 8))
         change(model)
         plain_step(run, model, optimizer, torch.ones(12, 8))
@@ -199,9 +208,7 @@ def test_a_changed_parameter_is_the_error_that_it_is_elsewhere(change: Callable[
 
 def test_a_gradient_changed_after_clipping_is_an_error() -> None:
     def work(run: Run) -> None:
-        model = model_of()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        run.prepare(model, optimizer)
+        model, optimizer = prepared(run)
         model(torch.ones(12, 8)).sum().backward()
         run.clip_grad_norm_(1.0)
         model[0].weight.grad.mul_(2)
@@ -213,9 +220,7 @@ def test_a_gradient_changed_after_clipping_is_an_error() -> None:
 
 def test_too_many_steps_without_a_finite_gradient_are_an_error() -> None:
     def work(run: Run) -> None:
-        model = model_of()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        run.prepare(model, optimizer)
+        model, optimizer = prepared(run)
         for _ in run.epochs(200):
             optimizer.zero_grad()
             (model(torch.ones(12, 8)).sum() * float("nan")).backward()
@@ -237,24 +242,10 @@ def test_too_many_steps_without_a_finite_gradient_are_an_error() -> None:
     ],
 )
 def test_whoever_is_not_alone_has_links(cluster: dict[str, Any]) -> None:
-    def work(run: Run) -> None:
-        model = model_of()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        run.prepare(model, optimizer)
-        for _ in run.epochs(2):
-            plain_step(run, model, optimizer, torch.ones(12, 8))
-
-    report = run_cluster(work, cluster, messages=False)
+    report = run_cluster(two_steps, cluster, messages=False)
     assert all(report.links[name].fates["deliver"] > 4 for name in report.results)
 
 
 def test_groups_that_exchange_nothing_keep_their_own() -> None:
-    def work(run: Run) -> None:
-        model = model_of()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        run.prepare(model, optimizer)
-        for _ in run.epochs(2):
-            plain_step(run, model, optimizer, torch.ones(12, 8))
-
-    report = run_cluster(work, {"nworker_groups": 2, "nserver_groups": 0}, messages=False)
+    report = run_cluster(two_steps, {"nworker_groups": 2, "nserver_groups": 0}, messages=False)
     assert [report.links[name].fates["deliver"] for name in sorted(report.results)] == [1, 1]

@@ -6,18 +6,15 @@ import socket
 import struct
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from wires import check_a_burst, take
 
 from shoal.errors import LaunchError, PeerFailed
-from shoal.transport import Lane
 from shoal.transport.plain import PlainSockets
-from shoal.wire import Frame
 
-MANY = 2000
 SECRET = "the run's"
 Pair = tuple[PlainSockets, PlainSockets]
 
@@ -50,28 +47,6 @@ def close(*members: PlainSockets) -> None:
         assert not thread.is_alive()
 
 
-def take(endpoint: PlainSockets, count: int, seconds: float = 30.0) -> list[list[bytes]]:
-    """So many messages as bytes; None is no message yet."""
-    found: list[list[bytes]] = []
-    until = time.monotonic() + seconds
-    while len(found) < count and time.monotonic() < until:
-        frames = endpoint.recv(0.1)
-        if frames is not None:
-            found.append([bytes(frame) for frame in frames])
-    assert len(found) == count
-    return found
-
-
-def burst(endpoint: PlainSockets, peer: str) -> Callable[[], None]:
-    def send() -> None:
-        for number in range(MANY):
-            lane: Lane = "bulk" if number % 2 else "control"
-            payload: list[Frame] = [number.to_bytes(4, "big") * 256] if number % 2 else []
-            endpoint.send(peer, lane, [number.to_bytes(4, "big"), b"", *payload])
-
-    return send
-
-
 def greet(server: PlainSockets, worker: PlainSockets) -> None:
     """Until the server knows the worker by name."""
     worker.send(server.name, "control", [b"hello", b""])
@@ -80,15 +55,8 @@ def greet(server: PlainSockets, worker: PlainSockets) -> None:
 
 def test_nothing_is_lost_and_each_lane_keeps_its_order(pair: Pair) -> None:
     server, worker = pair
-    for sender, receiver in ((worker, server), (server, worker)):
-        thread = threading.Thread(target=burst(sender, receiver.name))
-        thread.start()
-        found = take(receiver, MANY)
-        thread.join()
-        numbers = [int.from_bytes(frames[0], "big") for frames in found]
-        assert [n for n in numbers if n % 2 == 0] == list(range(0, MANY, 2))
-        assert [n for n in numbers if n % 2 == 1] == list(range(1, MANY, 2))
-        assert all(frames[2] == frames[0] * 256 for frames in found if len(frames) > 2)
+    check_a_burst(worker, server)
+    check_a_burst(server, worker)
 
 
 def test_only_payload_counts_as_traffic(pair: Pair) -> None:

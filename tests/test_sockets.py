@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from wires import MANY, burst, check_a_burst, take
 
 from shoal.errors import LaunchError
-from shoal.transport import Lane
-from shoal.transport.sockets import LANES, Sockets
-from shoal.wire import Frame
+from shoal.transport import LANES, Lane
+from shoal.transport.sockets import Sockets
 
 Addresses = dict[Lane, str]
-MANY = 2000
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -35,40 +33,10 @@ def pair(addresses: Addresses) -> Iterator[tuple[Sockets, Sockets]]:
     server.close()
 
 
-def take(endpoint: Sockets, count: int, seconds: float = 20.0) -> list[list[bytes]]:
-    """So many messages as bytes; None is no message yet."""
-    found: list[list[bytes]] = []
-    for _ in range(int(seconds * 10) + count):
-        if len(found) == count:
-            break
-        frames = endpoint.recv(0.1)
-        if frames is not None:
-            found.append([bytes(frame) for frame in frames])
-    assert len(found) == count
-    return found
-
-
-def burst(endpoint: Sockets, peer: str) -> Callable[[], None]:
-    def send() -> None:
-        for number in range(MANY):
-            lane: Lane = "bulk" if number % 2 else "control"
-            payload: list[Frame] = [number.to_bytes(4, "big") * 256] if number % 2 else []
-            endpoint.send(peer, lane, [number.to_bytes(4, "big"), b"", *payload])
-
-    return send
-
-
 def test_nothing_is_lost_and_each_lane_keeps_its_order(pair: tuple[Sockets, Sockets]) -> None:
     server, worker = pair
-    for sender, receiver in ((worker, server), (server, worker)):
-        thread = threading.Thread(target=burst(sender, receiver.name))
-        thread.start()
-        found = take(receiver, MANY)
-        thread.join()
-        numbers = [int.from_bytes(frames[0], "big") for frames in found]
-        assert [n for n in numbers if n % 2 == 0] == list(range(0, MANY, 2))
-        assert [n for n in numbers if n % 2 == 1] == list(range(1, MANY, 2))
-        assert all(frames[2] == frames[0] * 256 for frames in found if len(frames) > 2)
+    check_a_burst(worker, server)
+    check_a_burst(server, worker)
 
 
 def test_only_payload_counts_as_traffic(pair: tuple[Sockets, Sockets]) -> None:

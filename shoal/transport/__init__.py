@@ -17,6 +17,7 @@ from shoal.transport.memory import Memory
 from shoal.wire import BULK, Body, Frame, Header, Kind, Message, decode, encode
 
 Lane = Literal["control", "bulk"]
+LANES: tuple[Lane, Lane] = ("control", "bulk")
 
 
 class Token(Protocol):

@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from shoal.transport import Lane, Token
+from shoal.transport import LANES, Lane, Token
 from shoal.wire import Frame
 
-LANES: tuple[Lane, Lane] = ("control", "bulk")
 LIMIT = 1 << 36  # bytes in a message at most; memory is used as they come, whatever a prefix claims
 SCRATCH = 1 << 16  # bytes read at once; what is left of a larger frame is read into its place
 MOST = (SCRATCH - 8) // 8  # frames in a message: its prefix fits into the scratch

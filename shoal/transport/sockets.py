@@ -13,11 +13,10 @@ import zmq
 
 from shoal.errors import LaunchError, PeerFailed
 from shoal.keys import Lock
-from shoal.transport import Lane, Released, Token
+from shoal.transport import LANES, Lane, Released, Token
 from shoal.transport.memory import Memory
 from shoal.wire import Frame
 
-LANES: tuple[Lane, Lane] = ("control", "bulk")
 KNOCK = b""  # a peer's first message on a lane, without which a ROUTER cannot send to it
 Addresses = Mapping[Lane, str]
 

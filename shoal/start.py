@@ -1,0 +1,38 @@
+"""A worker's start for the servers: its values, and the state that its optimizers already have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.parameters import Replica, as_bytes
+from shoal.partition import Chunk
+from shoal.rows import cut_state
+from shoal.updater import pack
+from shoal.wire import Frame, State
+
+
+def start_of(optimizers: Sequence[Optimizer], replica: Replica) -> dict[int, tuple[list[State], list[Frame]]]:
+    """Values and state by chunk, as INIT carries them: the values' frame first."""
+    start: dict[int, tuple[list[State], list[Frame]]] = {}
+    for chunk in replica.plan.chunks:
+        optimizer = optimizers[chunk.optimizer]
+        entries, frames = pack(_state(optimizer, replica, chunk, index) for index in range(len(chunk.pieces)))
+        start[chunk.number] = entries, [as_bytes(replica.read(chunk)), *frames]
+    return start
+
+
+def _state(optimizer: Optimizer, replica: Replica, chunk: Chunk, index: int) -> dict[str, Any]:
+    """A piece's part of an optimizer's state."""
+    piece = chunk.pieces[index]
+    tensor = replica.tensors[piece.parameter]
+    whole = replica.plan.parameters[piece.parameter].whole
+    state: dict[str, Any] = {}
+    for key, value in optimizer.state.get(tensor, {}).items():
+        if isinstance(value, Tensor) and value.shape == tensor.shape and not whole:
+            value = cut_state(value, piece, chunk.row)
+        state[key] = value
+    return state
