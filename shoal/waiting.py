@@ -228,7 +228,9 @@ class Waiter:
                 self._resend(header.sender, wait.optimizer, header.chunk)
 
     def _concerns(self, chunk: int, wait: Wait) -> bool:
-        return chunk < 0 or self._plan.chunks[chunk].optimizer == wait.optimizer
+        if chunk < 0:  # the commit, which a norm is asked before
+            return self.opened.get(wait.optimizer) is wait
+        return self._plan.chunks[chunk].optimizer == wait.optimizer
 
     def _missing(self, message: Message, wait: Wait) -> None:
         wait.blamed[message.header.sender] = message.body(Missing).members

@@ -7,13 +7,13 @@ import torch
 
 from shoal.config import Cluster, Timeouts
 from shoal.errors import WaitTimeout
-from shoal.exchange import Exchange
+from shoal.exchange import Decision, Exchange
 from shoal.parameters import as_bytes
 from shoal.partition import Parameter, make_plan
 from shoal.topology import Member, Topology
 from shoal.transport import Post
 from shoal.transport.inprocess import Hub, InProcess
-from shoal.wire import VERSION, Hello, Kind, OptimizerSpec, Values, Welcome
+from shoal.wire import VERSION, Commit, Hello, Kind, OptimizerSpec, Values, Welcome
 
 SPEC = OptimizerSpec("torch.optim:SGD", {"lr": 0.1}, ({"lr": 0.1},))
 PARAMETERS = (
@@ -68,3 +68,17 @@ def test_the_word_that_an_older_edit_is_stored_says_nothing_of_this_one() -> Non
     stage.send(chunk.server, Kind.STORED, chunk=chunk.number, number=1)  # it had been asked twice
     with pytest.raises(WaitTimeout, match="changed values to be stored"):
         stage.exchange.edit(edited)
+
+
+def test_a_commit_that_a_server_lacks_is_sent_again_during_the_next_optimizers_norm() -> None:
+    stage = Stage()
+    stage.welcome((0, 0), (0, 0))
+    stage.exchange.join(HELLO, {})
+    nothing = Decision(set(), {}, 1.0)
+    stage.exchange.commit(0, nothing)
+    stage.send(0, Kind.PULL, step=1)
+    with pytest.raises(WaitTimeout, match="the norm of the group's gradient"):
+        stage.exchange.norm(1, nothing)
+    heard = iter(lambda: stage.servers[0].receive(0.0), None)
+    commits = [message.body(Commit).optimizer for message in heard if message.header.kind is Kind.COMMIT]
+    assert commits == [0, 0]
