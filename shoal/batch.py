@@ -12,12 +12,13 @@ class Batch:
         weight: the worker's part in its group's average; at 0 it is left out.
         samples: drawn from loaders so far.
         held: while above 0, gradients leave at `step()` only.
+        lasting: above 0 where that has no end.
     """
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.samples = 0
-        self.held = 0
+        self.held = self.lasting = 0
         self._stepped = True
         self._weighed = False
 
@@ -45,8 +46,10 @@ class Hold:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         batch.held += 1
+        batch.lasting += 1
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._batch.lasting -= 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -161,7 +161,6 @@ class Replica:
         self.plan, self.stage = plan, stage
         self.tensors = tuple(tensors)
         self.places = tuple(places)
-        self._homes: dict[int, Tensor | None] = {}
         flat = laid_out([chunk for chunk in plan.chunks if not chunk.row], allocate)
         self.slots = [flat.get(c.number, no_rows(c.row, dtype_of(c))) for c in plan.chunks]
 
@@ -183,7 +182,7 @@ class Replica:
             if self.stage is not None:
                 self.stage.copied(chunk.number, wait=True)
             slot.zero_()
-        elif gradient is not self._homes.get(piece.parameter):
+        else:
             self._take(chunk, slot, gradient.detach().reshape(-1)[piece.start : piece.stop])
 
     def _take(self, chunk: Chunk, slot: Tensor, source: Tensor) -> None:
@@ -191,31 +190,6 @@ class Replica:
             slot.copy_(source)
         else:
             self.stage.down(chunk.number, slot, source)
-
-    def house(self, parameter: int) -> None:
-        """Move a parameter's gradient into its slots, where these lie side by side: it is kept only once.
-
-        The caller sees to it that nothing in these slots is still wanted.
-        """
-        if not self._homes:
-            places = pieces_of(self.plan.chunks, len(self.tensors))
-            self._homes = {number: self._home(number, there) for number, there in enumerate(places)}
-        home, tensor = self._homes[parameter], self.tensors[parameter]
-        if home is not None and tensor.grad is not None and tensor.grad is not home:
-            tensor.grad = home.copy_(tensor.grad)
-
-    def _home(self, parameter: int, places: Sequence[tuple[Chunk, int]]) -> Tensor | None:
-        """The slots of a parameter as one tensor of its shape, with a version counter of its own."""
-        tensor = self.tensors[parameter]
-        if not places or not tensor.is_contiguous() or any(chunk.row for chunk, _ in places):
-            return None
-        ordered = sorted(places, key=lambda place: place[0].pieces[place[1]].start)
-        parts = [self.piece(*place) for place in ordered]
-        ends = [part.data_ptr() + part.nbytes for part in parts]
-        if [part.data_ptr() for part in parts[1:]] != ends[:-1] or tensor.device.type != "cpu":
-            return None
-        first = parts[0]
-        return first.as_strided((tensor.numel(),), (1,), first.storage_offset()).view(tensor.shape).data
 
     def fill_buffer(self, chunk: Chunk) -> None:
         """Copy a buffer as it is now into its slot."""

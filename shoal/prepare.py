@@ -15,6 +15,7 @@ from shoal.arrivals import Arrivals, Watch, thorough
 from shoal.batch import Batch
 from shoal.errors import GradientEdited, NonFiniteGradients
 from shoal.exchange import Decision, Exchange
+from shoal.homes import Homes
 from shoal.parameters import Replica, pieces_of
 from shoal.partition import Chunk
 from shoal.rows import check_layout, mark_of, numbers_of
@@ -118,6 +119,7 @@ class Stepper:
         trained = [index for index, pieces in enumerate(self._pieces) if pieces]
         self._watch = Watch(replica, trained, exchange.member.name)
         self.arrivals = Arrivals(number, exchange, replica, self._watch)
+        self._homes = Homes(replica, self._pieces)
         self._unheard = set(trained)
         self._listen()
         self.remember(exchange.begin_step(number))
@@ -135,8 +137,8 @@ class Stepper:
                 if chunk.number in self.arrivals.missing:
                     raise self.arrivals.missed(index)
                 self._ready(chunk, piece, tensor)
-            if self._batch.held and self.at_once is None:  # with overlap the slots may be in use
-                self._replica.house(index)
+            if self._batch.lasting and self.at_once is None:  # with overlap the slots may be in use
+                self._homes.move(index)
 
         stage = self._replica.stage
         return on_gradient if stage is None else stage.between(on_gradient)
@@ -161,7 +163,10 @@ class Stepper:
 
     def _fill(self, chunk: Chunk, piece: int, gradient: Tensor | None) -> None:
         check_layout(self._name(chunk, piece), gradient, chunk.row)
-        self._replica.fill(chunk, piece, gradient)
+        parameter = chunk.pieces[piece].parameter
+        if not self._homes.has(parameter, gradient):
+            self._homes.vacate(parameter)
+            self._replica.fill(chunk, piece, gradient)
         if gradient is not None:
             self._progress[chunk.number].seen[piece] = mark_of(gradient)
 
@@ -222,6 +227,7 @@ class Stepper:
     def clip_grad_norm_(self, max_norm: float, scaler: Any = None) -> float:
         """Clip the group's averaged gradient to `max_norm`; returns its norm before clipping."""
         self.arrivals.receive()
+        self._homes.vacate_all()  # the script could still change what leaves now
         self._scale, self._clipped = loss_scale(scaler, self._optimizer), False
         norm = self._exchange.norm(self.number, self._decide(compare=scaler is not None))
         self._coefficient = min(1.0, max_norm / (norm + 1e-6)) if norm == norm else 1.0
