@@ -156,10 +156,10 @@ def test_who_does_not_know_the_secret_is_not_heard(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "nonsense",
     [
-        struct.pack("<II", 0, 0),
-        struct.pack("<II", 1 << 31, 0),
-        struct.pack("<IIQ", 1, 7, 4) + b"abcd",
-        struct.pack("<IIQ", 1, 0, 1 << 60),
+        struct.pack("<Q", 0),
+        struct.pack("<Q", 1 << 31),
+        struct.pack("<QQ", 1, 1 << 60),
+        struct.pack("<QQ", 1, 4) + b"name",
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,10 @@ def shape_of(name: str) -> Shape:
 
 
 class Wait(torch.autograd.Function):
-    """Takes time in forward and in backward, as a device of its own would, and no processor."""
+    """Takes time in forward and in backward, as a device of its own would, and no processor.
+
+    It stands in for computing: members of one machine would fight for its few cores.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
@@ -109,25 +111,7 @@ def make_model(shape: Shape, compute: float = 0.0) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-class _Gradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.gradients
-
-
-class Given:
-    """A loss whose gradients are there already."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._gradients = [torch.ones_like(p) for p in self._parameters]
-
-    def loss(self) -> Tensor:
-        """A number; its backward gives every parameter a gradient of ones."""
-        loss: Tensor = _Gradients.apply(self._gradients, *self._parameters)  # type: ignore[no-untyped-call]
-        return loss
+def give(model: nn.Module) -> None:
+    """Give every parameter a gradient of ones, for steps without any computation."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)

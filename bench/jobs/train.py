@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -21,8 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from bench.jobs.meter import Meter
-from bench.jobs.models import Given, Shape, make_model, shape_of
+from bench.jobs.models import Shape, give, make_model, shape_of
 
+NOTHING = (torch.empty(0), torch.empty(0))  # a batch, where gradients are given
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
 
@@ -59,6 +61,8 @@ def plain(job: argparse.Namespace, rank: int = 0) -> Loop:
     torch.manual_seed(0)
     model = make_model(shape, job.compute * (job.slow if rank == job.slow_rank else 1.0))
     optimizer = OPTIMIZERS[job.optimizer](model.parameters(), lr=1e-3)
+    if job.given:
+        return Loop(model, optimizer, repeat(NOTHING))
     loader = DataLoader(data(shape, job.batch), batch_size=job.batch, shuffle=True)
     return Loop(model, optimizer, endless(loader))
 
@@ -90,6 +94,8 @@ def with_shoal(job: argparse.Namespace) -> Loop:
     model, optimizer = run.prepare(loop.model, loop.optimizer, **({"overlap": True} if job.overlap else {}))
     if job.hold:
         run.hold()
+    if job.given:
+        return Loop(model, optimizer, (NOTHING for _ in run.epochs(1 << 40)), run.stop)
     loader = run.loader(data(shape_of(job.model), job.batch * run.world_size), batch_size=job.batch)
     return Loop(model, optimizer, run.steps(loader, 1 << 40), run.stop)
 
@@ -106,11 +112,13 @@ ENGINES: dict[str, Callable[[argparse.Namespace], Loop]] = {
 def train(loop: Loop, job: argparse.Namespace, meter: Meter) -> dict[str, float]:
     """Train until enough steps count; returns this process's own figures."""
     optimizing = []
-    given = Given(list(loop.model.parameters())) if job.given else None
+    if job.given:
+        give(loop.model)
     for inputs, targets in loop.batches:
-        loss = given.loss() if given else F.cross_entropy(loop.model(inputs), targets)
-        loop.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        if not job.given:
+            loss = F.cross_entropy(loop.model(inputs), targets)
+            loop.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
         began = time.thread_time()
         loop.optimizer.step()
         optimizing.append(time.thread_time() - began)

@@ -165,7 +165,7 @@ class OnSeveral:
     Every life of rank 0 has a coordinator with a number of its own, so that nobody joins a dead one for long.
     """
 
-    chunk_bytes = 1 << 16  # small enough for values to come back while gradients still leave
+    chunk_bytes = 1 << 17  # small enough for values to come back while gradients still leave
 
     def __init__(self, place: Place, config: Config, topology: Topology) -> None:
         self._place, self._config, self._topology = place, config, topology

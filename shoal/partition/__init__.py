@@ -49,6 +49,7 @@ def make_plan(
     the mean load is 11 largest atoms or more. Each server's shard is divided among the
     master server groups into consecutive parts, whose bounds lie within one atom of equal bytes. ``weights``
     give each server a part of its own, its weight over their sum, within an atom and a byte; 0 = nothing.
+    Servers take turns of ``chunk_bytes``, so that each part of the model keeps all of them busy.
 
     ``singa``: the rule of Apache SINGA 0.3, in elements; a server may be left with nothing.
 
@@ -65,7 +66,10 @@ def make_plan(
     weights = weights or (1,) * servers
     volume = sum(parameter.nbytes for parameter in parameters)
     chunk_bytes = chunk_bytes or _fitting(volume * max(weights) // sum(weights))
-    slices = _sliced(parameters, weights, server_groups, slicer)
+    if slicer == "singa":
+        slices = singa.slices(parameters, len(weights), server_groups)
+    else:
+        slices = balanced.slices(parameters, weights, server_groups, stripe=chunk_bytes)
     drafts = drafted(parameters, slices, servers, chunk_bytes)
     add_buffers(buffers, drafts, server_groups)
     return Plan(parameters, buffers, servers, server_groups, tuple(slices), tuple(numbered(drafts)))
@@ -88,14 +92,6 @@ def _weights(topology: Topology, cluster: Cluster) -> list[int]:
     further = topology.servers_per_group - beside
     weights = best_weights(beside, further)
     return [weights.beside] * beside + [weights.apart] * further
-
-
-def _sliced(
-    parameters: Sequence[Parameter], weights: Sequence[int], server_groups: int, slicer: str
-) -> list[Slice]:
-    if slicer == "singa":
-        return singa.slices(parameters, len(weights), server_groups)
-    return balanced.slices(parameters, weights, server_groups)
 
 
 def _fitting(part: int) -> int:

@@ -8,10 +8,15 @@ from dataclasses import replace
 from shoal.partition.plan import ITEMSIZE, Parameter, Slice
 
 
-def slices(parameters: Sequence[Parameter], weights: Sequence[int], groups: int) -> list[Slice]:
-    """The slices, in the order of parameters; ``make_plan`` says how even they are. One weight per server."""
+def slices(parameters: Sequence[Parameter], weights: Sequence[int], groups: int, stripe: int) -> list[Slice]:
+    """The slices, in the order of parameters; ``make_plan`` says how even they are.
+
+    Args:
+        weights: one per server.
+        stripe: bytes that a server takes before it is the next one's turn.
+    """
     loads = _head_starts(sum(parameter.nbytes for parameter in parameters), weights)
-    placed = _place_whole(parameters, loads) + _pour(parameters, loads)
+    placed = _place_whole(parameters, loads) + _pour(parameters, loads, stripe)
     joined = _joined(sorted(placed, key=_place))
     shards = ([s for s in joined if s.server == server] for server in range(len(weights)))
     return sorted((s for shard in shards for s in _with_masters(parameters, shard, groups)), key=_place)
@@ -53,32 +58,66 @@ def _on_least(parameters: Sequence[Parameter], loads: list[int], index: int, sta
     return Slice(index, start, stop, server, 0)
 
 
-def _pour(parameters: Sequence[Parameter], loads: list[int]) -> list[Slice]:
-    """Fills one server after the other up to their common level with the parameters that may be cut.
+def _pour(parameters: Sequence[Parameter], loads: list[int], stripe: int) -> list[Slice]:
+    """Fills all servers side by side up to their common level with the parameters that may be cut.
 
-    The atoms that would rise above the level are dealt at the end, each to the least loaded server.
+    They take turns of ``stripe`` bytes, so that neighbours in the model, whose gradients come at one time and
+    whose values are wanted at one time, keep all servers busy; a table is cut once per server. The atoms that
+    would rise above the level are dealt at the end, each to the least loaded server.
     """
     level = _level(loads, sum(parameter.nbytes for parameter in parameters if not parameter.whole))
+    turns = _Turns(loads, level)
     poured: list[Slice] = []
     above: list[tuple[int, int, int]] = []
-    server, last = 0, len(loads) - 1
     for index, parameter in enumerate(parameters):
         itemsize, stop = ITEMSIZE[parameter.dtype], 0 if parameter.whole else parameter.numel
-        atom = parameter.atom
+        turn = max(stripe, -(-parameter.nbytes // len(loads))) if parameter.row else stripe
         start = 0
         while start < stop:
-            while server < last and loads[server] >= level:
-                server += 1
-            fits = (level - loads[server]) // itemsize
-            taken = stop - start if fits >= stop - start else fits // atom * atom
-            if taken > 0:
-                poured.append(Slice(index, start, start + taken, server, 0))
-                loads[server] += taken * itemsize
-                start += taken
-            else:
-                above.append((index, start, min(start + atom, stop)))
-                start, server = above[-1][2], min(server + 1, last)
+            least = min(parameter.atom, stop - start)
+            fits = turns.room(least * itemsize, turn) // itemsize
+            if fits == 0:
+                above.append((index, start, start + least))
+                start += least
+                continue
+            taken = stop - start if fits >= stop - start else fits // parameter.atom * parameter.atom
+            poured.append(Slice(index, start, start + taken, turns.server, 0))
+            turns.take(taken * itemsize)
+            start += taken
     return poured + [_on_least(parameters, loads, *place) for place in above]
+
+
+class _Turns:
+    """Whose turn it is to be filled: of the servers with room, the one that is filled to the least part.
+
+    Args:
+        loads: bytes, brought up to date.
+        level: bytes up to which each is filled.
+    """
+
+    def __init__(self, loads: list[int], level: int) -> None:
+        self.server = 0
+        self._loads, self._level = loads, level
+        self._rooms = [max(1, level - load) for load in loads]
+        self._taken = 0
+
+    def room(self, least: int, turn: int) -> int:
+        """How many bytes the server may take now, ``least`` or more; 0 if none has room for these."""
+        if self._taken + least > turn or self._left(self.server) < least:
+            open_ = [server for server in range(len(self._loads)) if self._left(server) >= least]
+            if not open_:
+                return 0
+            self.server = min(open_, key=lambda server: 1 - self._left(server) / self._rooms[server])
+            self._taken = 0
+        return min(self._left(self.server), max(turn - self._taken, least))
+
+    def take(self, nbytes: int) -> None:
+        """The server takes so much."""
+        self._loads[self.server] += nbytes
+        self._taken += nbytes
+
+    def _left(self, server: int) -> int:
+        return self._level - self._loads[server]
 
 
 def _level(loads: Sequence[int], volume: int) -> int:

@@ -86,7 +86,8 @@ class Post:
         """Send one message; `fields` are the header's.
 
         A single frame that lies in memory that the peer shares is not sent: the peer is told where it lies,
-        and reads it there. So it must stay as it is until the protocol says that the peer is done with it.
+        which takes the control lane, and reads it there. So it must stay as it is until the protocol says
+        that the peer is done with it.
 
         Raises:
             UsageError: after `close`.
@@ -98,6 +99,7 @@ class Post:
         if place:
             self.endpoint.traffic[peer] += memoryview(frames[0]).nbytes
             frames = ()
+        lane: Lane = "bulk" if kind in BULK and not place else "control"
         header = Header(
             kind=kind,
             run=self._run,
@@ -108,7 +110,7 @@ class Post:
             sent=time.time(),
             **fields,
         )
-        return self.endpoint.send(peer, "bulk" if kind in BULK else "control", encode(header, body, frames))
+        return self.endpoint.send(peer, lane, encode(header, body, frames))
 
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""

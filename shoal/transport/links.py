@@ -1,6 +1,6 @@
 """One socket to one peer: what arrives is cut into messages, and what the kernel does not take at once waits.
 
-A message on the wire: the number of frames (u32), its lane (u32), each frame's size (u64), then the frames.
+A message on the wire: the number of frames (u64), each frame's size (u64), then the frames.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from shoal.transport import LANES, Lane, Token
+from shoal.transport import Lane, Token
 from shoal.wire import Frame
 
 LIMIT = 1 << 36  # bytes in a message at most; memory is used as they come, whatever a prefix claims
@@ -22,21 +22,22 @@ SCRATCH = 1 << 16  # bytes read at once; what is left of a larger frame is read 
 MOST = (SCRATCH - 8) // 8  # frames in a message: its prefix fits into the scratch
 WAKE = 1 << 16  # bytes of a large frame that are worth waking up for
 GATHER = 256  # buffers handed to the kernel at once
-_PREFIX = struct.Struct("<II")
+_COUNT = struct.Struct("<Q")
 
 
-class _Sent:
-    """Set once the kernel has taken a message's last byte."""
+class _Letter:
+    """A message on its way out, and the token that says when the kernel has taken its last byte."""
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.set = self._event.set
+    __slots__ = ("_some_left", "left", "views")
+
+    def __init__(self, views: list[memoryview], some_left: threading.Condition) -> None:
+        self.views, self.left = views, False
+        self._some_left = some_left
 
     def wait(self, timeout: float) -> bool:
-        return self._event.wait(timeout)
-
-
-_Letter = tuple[list[memoryview], _Sent]
+        """See Token.wait."""
+        with self._some_left:
+            return self._some_left.wait_for(lambda: self.left, timeout)
 
 
 class Inbox:
@@ -48,11 +49,10 @@ class Inbox:
         self._view = memoryview(self._scratch)
         self._from = self._to = 0
         self._frames: list[bytearray] = []
-        self._lane = 0
         self._at = self._filled = 0
         self._asleep = 1  # bytes that must be there before the kernel says that there is something
 
-    def read(self) -> list[tuple[Lane, list[Frame]]]:
+    def read(self) -> list[list[Frame]]:
         """The messages that are complete now; raises OSError once the peer has closed, or sends nonsense."""
         try:
             taken = self._take()
@@ -60,11 +60,11 @@ class Inbox:
             return []
         if not taken:
             raise ConnectionResetError("the peer has closed")
-        found: list[tuple[Lane, list[Frame]]] = []
+        found: list[list[Frame]] = []
         while self._frames or self._start():
             if not self._fill():
                 break
-            found.append((LANES[self._lane], list(self._frames)))
+            found.append(list(self._frames))
             self._frames = []
         if self._link.family == socket.AF_INET:
             self._sleep()
@@ -111,19 +111,19 @@ class Inbox:
     def _start(self) -> bool:
         """Make room for a message's frames, if all of its prefix is here."""
         have = self._to - self._from
-        if have < _PREFIX.size:
+        if have < _COUNT.size:
             return False
-        count, lane = _PREFIX.unpack_from(self._scratch, self._from)
-        if not 0 < count <= MOST or lane >= len(LANES):
-            raise OSError(f"a message of {count} frames on lane {lane}")
+        (count,) = _COUNT.unpack_from(self._scratch, self._from)
+        if not 0 < count <= MOST:
+            raise OSError(f"a message of {count} frames")
         sizes = struct.Struct(f"<{count}Q")
-        if have < _PREFIX.size + sizes.size:
+        if have < _COUNT.size + sizes.size:
             return False
-        wanted = sizes.unpack_from(self._scratch, self._from + _PREFIX.size)
+        wanted = sizes.unpack_from(self._scratch, self._from + _COUNT.size)
         if sum(wanted) > LIMIT:
             raise OSError(f"a message of {sum(wanted)} bytes")
-        self._from += _PREFIX.size + sizes.size
-        self._frames, self._lane, self._at, self._filled = [bytearray(n) for n in wanted], lane, 0, 0
+        self._from += _COUNT.size + sizes.size
+        self._frames, self._at, self._filled = [bytearray(n) for n in wanted], 0, 0
         return True
 
 
@@ -134,38 +134,33 @@ class Link:
         connection.setblocking(False)
         self.socket, self.inbox = connection, Inbox(connection)
         self.peer = ""
+        self.lane: Lane = "control"
         self.lock = threading.Lock()
         self.broken = False
-        self._queues: dict[Lane, deque[_Letter]] = {"control": deque(), "bulk": deque()}
-        self._open: _Letter | None = None  # of which some has left already
+        self._queue: deque[_Letter] = deque()  # the first may have left in part
+        self._some_left = threading.Condition(self.lock)
 
     @property
     def waiting(self) -> bool:
         """Whether something has still to leave."""
-        return self._open is not None or any(self._queues.values())
+        return bool(self._queue)
 
-    def send(self, lane: Lane, frames: Sequence[Frame]) -> Token:
+    def send(self, frames: Sequence[Frame]) -> Token:
         """Hand a message to the kernel, or as much of it as it takes."""
         views = [memoryview(frame).cast("B") for frame in frames]
-        sizes = [view.nbytes for view in views]
-        prefix = struct.pack(f"<II{len(sizes)}Q", len(sizes), LANES.index(lane), *sizes)
-        token = _Sent()
+        prefix = struct.pack(f"<{len(views) + 1}Q", len(views), *[view.nbytes for view in views])
+        letter = _Letter([memoryview(prefix), *views], self._some_left)
         with self.lock:
-            idle = not self.waiting
-            self._queues[lane].append(([memoryview(prefix), *views], token))
+            idle = not self._queue
+            self._queue.append(letter)
             if idle:
                 self.flush()
-        return token
+        return letter
 
     def flush(self) -> None:
         """Hand over what the kernel takes now; the caller holds the lock."""
-        while not self.broken:
-            if self._open is None:
-                queue = self._queues["control"] or self._queues["bulk"]
-                if not queue:
-                    return
-                self._open = queue.popleft()
-            views, token = self._open
+        while self._queue and not self.broken:
+            views = self._queue[0].views
             try:
                 taken = self.socket.sendmsg(views[:GATHER])
             except BlockingIOError:
@@ -178,8 +173,8 @@ class Link:
             if views:
                 views[0] = views[0][taken:]
             else:
-                self._open = None
-                token.set()
+                self._queue.popleft().left = True
+                self._some_left.notify_all()
 
     def end(self) -> None:
         """Close the socket for all processes: one that the script has forked may hold a copy of it."""
@@ -188,13 +183,12 @@ class Link:
         self.socket.close()
 
     def give_up(self) -> None:
-        """The peer is gone: what waits will never leave."""
+        """The peer is gone: what waits will never leave. The caller holds the lock."""
         self.broken = True
-        for _, token in [*filter(None, [self._open]), *self._queues["control"], *self._queues["bulk"]]:
-            token.set()
-        self._open = None
-        for queue in self._queues.values():
-            queue.clear()
+        for letter in self._queue:
+            letter.left = True
+        self._queue.clear()
+        self._some_left.notify_all()
 
 
 class Writer:
@@ -209,7 +203,7 @@ class Writer:
         self._ending = False
 
     def watch(self, link: Link) -> None:
-        """Empty a link's queues from now on."""
+        """Empty a link's queue from now on."""
         with self._lock:
             self._links[link.socket.fileno()] = link
             if self._thread is None:

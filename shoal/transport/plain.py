@@ -1,9 +1,12 @@
 """Members as processes: plain stream sockets, UNIX or tcp.
 
-A server listens; whoever talks to it dials once, says its name and proves with the run's secret that it
-belongs here. One socket leads to each peer. What the kernel does not take at once waits in two queues,
-control before bulk, so that a commit never waits behind megabytes of shares; a thread empties them. Whoever
-wants a message reads the sockets itself: no thread stands in between.
+A server listens; whoever talks to it dials once per lane, says its name and lane, and proves with the run's
+secret that it belongs here. What the kernel does not take at once waits in the lane's queue; a thread empties
+that. Whoever wants a message reads the sockets itself: no thread stands in between.
+
+On a network the kernel holds little of what leaves: what it holds would stand in the way of a commit, and
+flows with full queues lose packets and fall apart, so that one server waits for the last of its workers while
+another has them all.
 """
 
 from __future__ import annotations
@@ -12,18 +15,22 @@ import hmac
 import os
 import select
 import socket
+import struct
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 
 from shoal.errors import LaunchError, PeerFailed, UsageError
-from shoal.transport import Lane, Released, Token
+from shoal.transport import LANES, Lane, Released, Token
 from shoal.transport.links import Link, Writer
 from shoal.transport.memory import Memory
 from shoal.wire import Frame
 
-UNSENT = 1 << 16  # bytes that the kernel takes beyond what it can send at once
+UNSENT = 1 << 14  # bytes that the kernel takes beyond what it can send at once
+ROOM = 1 << 15  # bytes (twice that with the kernel's own) that it holds for a near peer, sent or not
+NEAR = 2e-3  # seconds there and back; with a farther peer more has to be under way
+_RTT = 8 + 15 * 4  # where Linux's struct tcp_info has the microseconds there and back
 
 
 class PlainSockets:
@@ -45,10 +52,10 @@ class PlainSockets:
         self.memory = memory or Memory()
         self.traffic: Counter[str] = Counter()
         self._linger = linger
-        self._links: dict[str, Link] = {}
+        self._links: dict[tuple[str, Lane], Link] = {}
         self._dialled: set[str] = set()
         self._by_file: dict[int, Link] = {}
-        self._early: dict[str, list[tuple[Lane, list[Frame]]]] = {}
+        self._early: defaultdict[tuple[str, Lane], list[list[Frame]]] = defaultdict(list)
         self._arrived: dict[Lane, deque[list[Frame]]] = {"control": deque(), "bulk": deque()}
         self._poll = select.poll()
         self._listener: socket.socket | None = None
@@ -85,45 +92,48 @@ class PlainSockets:
 
     def dial(self, peer: str, address: str, timeout: float) -> None:
         """Connect to a peer that listens; raises PeerFailed if it does not answer in `timeout` seconds."""
-        family, where = _parse(address)
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.settimeout(timeout)
-        try:
-            connection.connect(where)
-        except OSError as error:
-            connection.close()
-            raise PeerFailed(f"{peer} cannot be reached at {address} ({error})", member=self.name) from None
-        link = self._add(connection, peer)
         self._dialled.add(peer)
-        link.send("control", [self.name.encode(), self._secret])
+        family, where = _parse(address)
+        for lane in LANES:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.settimeout(timeout)
+            try:
+                connection.connect(where)
+            except OSError as error:
+                connection.close()
+                raise PeerFailed(
+                    f"{peer} cannot be reached at {address} ({error})", member=self.name
+                ) from None
+            link = self._add(connection)
+            self._known(link, peer, lane)
+            link.send([self.name.encode(), self._secret, lane.encode()])
 
-    def _add(self, connection: socket.socket, peer: str = "") -> Link:
+    def _add(self, connection: socket.socket) -> Link:
         if connection.family == socket.AF_INET:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # else a commit waits behind megabytes in the kernel
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+            _tune(connection)
         link = Link(connection)
         self._by_file[connection.fileno()] = link
         self._poll.register(connection, select.POLLIN)
-        if peer:
-            link.peer = peer
-            self._links[peer] = link
         return link
+
+    def _known(self, link: Link, peer: str, lane: Lane) -> None:
+        link.peer, link.lane = peer, lane
+        self._links[peer, lane] = link
 
     def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
         """See Endpoint.send."""
         self._check_process()
         payload = sum(memoryview(frame).nbytes for frame in frames[2:])
         self.traffic[peer] += payload
-        link = self._links.get(peer)
+        link = self._links.get((peer, lane))
         if link is None:  # it has not dialled yet
-            self._early.setdefault(peer, []).append((lane, [bytes(frame) for frame in frames]))
+            self._early[peer, lane].append([bytes(frame) for frame in frames])
             return Released()
         if link.broken:
             if peer in self._dialled:
                 return Released()
             raise PeerFailed(f"{peer} cannot be reached any more", member=self.name)
-        token = link.send(lane, frames)
+        token = link.send(frames)
         if link.waiting:
             self._writer.watch(link)
         return token
@@ -152,9 +162,9 @@ class PlainSockets:
                 continue
             link = self._by_file[file]
             try:
-                for lane, frames in link.inbox.read():
+                for frames in link.inbox.read():
                     if link.peer:
-                        self._arrived[lane].append(frames)
+                        self._arrived[link.lane].append(frames)
                     else:
                         self._greeted(link, frames)
             except OSError:
@@ -166,14 +176,14 @@ class PlainSockets:
             while True:
                 self._add(self._listener.accept()[0])
 
-    def _greeted(self, link: Link, frames: Sequence[Frame]) -> None:
+    def _greeted(self, link: Link, greeting: Sequence[Frame]) -> None:
         """A peer has said its name: send what has waited for that. Raises OSError for a stranger."""
-        if len(frames) != 2 or not hmac.compare_digest(frames[1], self._secret):
+        if len(greeting) != 3 or not hmac.compare_digest(greeting[1], self._secret):
             raise PermissionError("a stranger")
-        link.peer = peer = bytes(frames[0]).decode(errors="replace")
-        self._links[peer] = link
-        for lane, frames in self._early.pop(peer, ()):
-            link.send(lane, frames)
+        peer, lane = bytes(greeting[0]).decode(errors="replace"), LANES[bytes(greeting[2]) == b"bulk"]
+        self._known(link, peer, lane)
+        for frames in self._early.pop((peer, lane), ()):
+            link.send(frames)
         if link.waiting:
             self._writer.watch(link)
 
@@ -203,6 +213,18 @@ class PlainSockets:
             if isinstance(at, str):
                 with suppress(OSError):
                     os.unlink(at)
+
+
+def _tune(connection: socket.socket) -> None:
+    """Have a connection pass on small messages at once, and hold little of large ones."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+    here, there = connection.getsockname()[0], connection.getpeername()[0]
+    if hasattr(socket, "TCP_INFO") and here != there:  # one machine's packets would not fit into so little
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT + 4)
+        if struct.unpack_from("I", info, _RTT)[0] < NEAR * 1e6:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ROOM)
 
 
 def _parse(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
