@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from shoal.transport import Lane, Token
@@ -22,6 +22,8 @@ SCRATCH = 1 << 16  # bytes read at once; what is left of a larger frame is read 
 MOST = (SCRATCH - 8) // 8  # frames in a message: its prefix fits into the scratch
 WAKE = 1 << 16  # bytes of a large frame that are worth waking up for
 GATHER = 256  # buffers handed to the kernel at once
+LEAD = 1 << 16  # bytes that a link may be ahead of others of its pace
+STANDSTILL = 1.0  # seconds after which a link that does not move is not waited for
 _COUNT = struct.Struct("<Q")
 
 
@@ -127,11 +129,61 @@ class Inbox:
         return True
 
 
+class Pace:
+    """Keeps links side by side: none gets far ahead of the slowest.
+
+    TCP divides a line evenly in the long run only; meanwhile one server would have a chunk of all workers and
+    another would wait for the last. A link that has come to a standstill is not waited for.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._handed: dict[Link, int] = {}  # bytes, counted from when all were level
+        self._moved: dict[Link, float] = {}
+
+    def holds(self, link: Link) -> bool:
+        """Whether a link with something to send has to wait for others; it takes part from now on."""
+        with self._lock:
+            now = self._clock()
+            if link not in self._handed:
+                self._handed[link], self._moved[link] = self._slowest(now), now
+            return self._handed[link] - self._slowest(now) >= LEAD
+
+    def _slowest(self, now: float) -> int:
+        moving = (n for link, n in self._handed.items() if now - self._moved[link] < STANDSTILL)
+        return min(moving, default=max(self._handed.values(), default=0))
+
+    def moved(self, link: Link, count: int) -> None:
+        """The kernel has taken so many bytes of a link."""
+        with self._lock:
+            now = self._clock()
+            stood = now - self._moved[link] >= STANDSTILL
+            level = max(self._handed[link], self._slowest(now)) if stood else self._handed[link]
+            self._handed[link], self._moved[link] = level + count, now
+
+    def leave(self, link: Link) -> None:
+        """A link has nothing to send."""
+        with self._lock:
+            self._handed.pop(link, None)
+            self._moved.pop(link, None)
+
+
 class Link:
-    """One socket to one peer, and what waits to go there."""
+    """One socket to one peer, and what waits to go there.
+
+    Attributes:
+        pace: what it keeps beside other links, if anything.
+        held: whether it waits for those, not for the kernel.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        self.pace: Pace | None = None
+        self.held = False
         self.socket, self.inbox = connection, Inbox(connection)
         self.peer = ""
         self.lane: Lane = "control"
@@ -144,6 +196,11 @@ class Link:
     def waiting(self) -> bool:
         """Whether something has still to leave."""
         return bool(self._queue)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its pace lets it send."""
+        return self.pace is None or not self.pace.holds(self)
 
     def send(self, frames: Sequence[Frame]) -> Token:
         """Hand a message to the kernel, or as much of it as it takes."""
@@ -161,6 +218,9 @@ class Link:
         """Hand over what the kernel takes now; the caller holds the lock."""
         while self._queue and not self.broken:
             views = self._queue[0].views
+            self.held = not self.may_go_on
+            if self.held:
+                return
             try:
                 taken = self.socket.sendmsg(views[:GATHER])
             except BlockingIOError:
@@ -168,6 +228,8 @@ class Link:
             except OSError:
                 self.give_up()
                 return
+            if self.pace is not None:
+                self.pace.moved(self, taken)
             while views and taken >= views[0].nbytes:
                 taken -= views.pop(0).nbytes
             if views:
@@ -175,6 +237,8 @@ class Link:
             else:
                 self._queue.popleft().left = True
                 self._some_left.notify_all()
+        if self.pace is not None:
+            self.pace.leave(self)
 
     def end(self) -> None:
         """Close the socket for all processes: one that the script has forked may hold a copy of it."""
@@ -189,6 +253,8 @@ class Link:
             letter.left = True
         self._queue.clear()
         self._some_left.notify_all()
+        if self.pace is not None:
+            self.pace.leave(self)
 
 
 class Writer:
@@ -229,18 +295,24 @@ class Writer:
                     return
             poll = select.poll()
             poll.register(self._wake_read, select.POLLIN)
-            for file in links:
-                poll.register(file, select.POLLOUT)
-            for file, _ in poll.poll():
-                link = links.get(file)
-                if link is None:
-                    self._wake_read.recv(4096)
-                    continue
-                with link.lock:
-                    link.flush()
-                    if not link.waiting:
-                        with self._lock:
-                            self._links.pop(file, None)
+            for file, link in links.items():
+                if not link.held:
+                    poll.register(file, select.POLLOUT)
+            some_held = any(link.held for link in links.values())
+            ready = {file for file, _ in poll.poll(STANDSTILL * 1000 if some_held else None)}
+            if self._wake_read.fileno() in ready:
+                self._wake_read.recv(4096)
+            self._flush([links[file] for file in ready & links.keys()])
+            while freed := [link for link in links.values() if link.held and link.may_go_on]:
+                self._flush(freed)  # those they waited for have moved
+
+    def _flush(self, links: Sequence[Link]) -> None:
+        for link in links:
+            with link.lock:
+                link.flush()
+                if not link.waiting:
+                    with self._lock:
+                        self._links.pop(link.socket.fileno(), None)
 
     def close(self, until: float) -> None:
         """Wait until all queues are empty."""

@@ -6,7 +6,7 @@ that. Whoever wants a message reads the sockets itself: no thread stands in betw
 
 On a network the kernel holds little of what leaves: what it holds would stand in the way of a commit, and
 flows with full queues lose packets and fall apart, so that one server waits for the last of its workers while
-another has them all.
+another has them all. For the same reason a worker pushes to all servers at one pace.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from contextlib import suppress
 
 from shoal.errors import LaunchError, PeerFailed, UsageError
 from shoal.transport import LANES, Lane, Released, Token
-from shoal.transport.links import Link, Writer
+from shoal.transport.links import Link, Pace, Writer
 from shoal.transport.memory import Memory
 from shoal.wire import Frame
 
 UNSENT = 1 << 14  # bytes that the kernel takes beyond what it can send at once
-ROOM = 1 << 15  # bytes (twice that with the kernel's own) that it holds for a near peer, sent or not
+ROOM = 3 << 13  # bytes (twice that with the kernel's own) that it holds for a near peer, sent or not
 NEAR = 2e-3  # seconds there and back; with a farther peer more has to be under way
 _RTT = 8 + 15 * 4  # where Linux's struct tcp_info has the microseconds there and back
 
@@ -60,6 +60,7 @@ class PlainSockets:
         self._poll = select.poll()
         self._listener: socket.socket | None = None
         self._writer = Writer()
+        self._paces: defaultdict[str, Pace] = defaultdict(Pace)
         if listen is not None:
             self._listener = self._listen(listen)
             self._poll.register(self._listener, select.POLLIN)
@@ -105,6 +106,8 @@ class PlainSockets:
                     f"{peer} cannot be reached at {address} ({error})", member=self.name
                 ) from None
             link = self._add(connection)
+            if lane == "bulk" and family == socket.AF_INET:
+                link.pace = self._paces[peer.rpartition(".")[0]]  # that of all servers of one group
             self._known(link, peer, lane)
             link.send([self.name.encode(), self._secret, lane.encode()])
 
