@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from torch.distributed import DistStoreError
 
 from shoal.config import Config
 from shoal.coordinator import NAME, OVER, VISITOR, Answer, Coordinator
@@ -20,12 +21,14 @@ from shoal.launcher import environment
 from shoal.launcher.environment import Place
 from shoal.launcher.folder import Folder
 from shoal.launcher.hints import Hints
+from shoal.launcher.line import chunk_bytes, line_rate
 from shoal.launcher.local import processes
 from shoal.link import MARGIN, Link
 from shoal.machine import address, identity, interface_of
 from shoal.machines import Here, Machines
 from shoal.rundir import RunDir, fresh
 from shoal.site import Membership, OneMachine, Site
+from shoal.store import LinkStore
 from shoal.topology import Member, Topology, machines_of
 from shoal.wire import VERSION
 
@@ -56,11 +59,10 @@ class Meeting(Protocol):
 
     Attributes:
         record: what rank 0 has decided; there after `join`.
-        chunk_bytes: how finely the model is best cut here; 0 = as the plan does it.
+        chunk_bytes: how finely the model is best cut here, 0 = as the plan does it; there after `join`.
     """
 
     chunk_bytes: int
-
     record: Record
 
     def join(self, wanted: Path | None) -> None:
@@ -165,8 +167,6 @@ class OnSeveral:
     Every life of rank 0 has a coordinator with a number of its own, so that nobody joins a dead one for long.
     """
 
-    chunk_bytes = 1 << 17  # small enough for values to come back while gradients still leave
-
     def __init__(self, place: Place, config: Config, topology: Topology) -> None:
         self._place, self._config, self._topology = place, config, topology
         self._member = processes(topology)[place.rank]
@@ -184,6 +184,23 @@ class OnSeveral:
         if self.record.run_dir is not None:
             RunDir(Path(self.record.run_dir)).furnish()
         environment.lead_gloo(interface_of(self._here.address))
+        self.chunk_bytes = self._config.cluster.chunk_bytes or self._suited()
+
+    def _suited(self) -> int:
+        """Chunks that suit the line between the first and the last machine, which the last rank tries."""
+        limit = self._config.timeouts.start
+        store = LinkStore(self._link, limit)
+        if self._place.rank == self._place.world_size - 1:
+            rate = line_rate(lambda content: store.set("line", content))
+            store.set("line", b"")
+            store.set("chunk_bytes", str(chunk_bytes(rate)))
+        try:
+            return int(store.get("chunk_bytes"))
+        except DistStoreError:
+            raise LaunchError(
+                f"{self._member} waited {limit:g} s (timeouts.start) for the last rank to begin",
+                remedy="start torchrun on all machines; see the log of the last one",
+            ) from None
 
     def _lock(self, run: str, name: str) -> Lock | None:
         return Keys(self._secret, run).lock(name, [VISITOR]) if self._secret is not None else None

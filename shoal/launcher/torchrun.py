@@ -152,9 +152,6 @@ class Rank:
         self._failed = False
         self._pid, self._started = os.getpid(), time.time()
         self._meeting = meeting(place, config, self._topology)
-        if not config.cluster.chunk_bytes and self._meeting.chunk_bytes:
-            cluster = config.cluster.model_copy(update={"chunk_bytes": self._meeting.chunk_bytes})
-            self._config = config.model_copy(update={"cluster": cluster})
 
     def begin(self) -> None:
         """Find the others. Returns in a worker; a server serves, then ends the process.
@@ -164,6 +161,9 @@ class Rank:
             SystemExit: with status 0, when a server's workers have stopped.
         """
         self._meeting.join(self._wanted)
+        if self._meeting.chunk_bytes:
+            cluster = self._config.cluster.model_copy(update={"chunk_bytes": self._meeting.chunk_bytes})
+            self._config = self._config.model_copy(update={"cluster": cluster})
         self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
         atexit.register(self._end)
         membership, site, events = self._seat(self._member)

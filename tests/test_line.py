@@ -1,0 +1,62 @@
+"""The line between machines is tried in little time, and found about as fast as it is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.launcher.line import LEAST, PLAN, TURN, chunk_bytes, line_rate
+
+
+class Line:
+    """A shaped line: what `burst` allows passes at once, the rest at the rate.
+
+    Args:
+        rate: bytes per second.
+        delay: seconds there and back.
+        burst: bytes; they come again as time goes by.
+    """
+
+    def __init__(self, rate: float, delay: float, burst: float) -> None:
+        self.rate, self.delay, self.burst = rate, delay, burst
+        self.now, self.tokens = 0.0, burst
+
+    def clock(self) -> float:
+        return self.now
+
+    def exchange(self, content: bytes) -> None:
+        late = max(0.0, len(content) - self.tokens) / self.rate
+        self.tokens = max(0.0, self.tokens - len(content))
+        self.now += self.delay + late
+        self.tokens = min(self.burst, self.tokens + self.delay * self.rate)
+
+
+@given(st.floats(2e5, 2e9), st.floats(1e-5, 2e-2))
+def test_the_rate_is_right_within_a_fifth(rate: float, delay: float) -> None:
+    line = Line(rate, delay, burst=0)
+    assert line_rate(line.exchange, line.clock) == pytest.approx(rate, rel=0.2)
+    assert line.now < 1.0
+
+
+@pytest.mark.parametrize("rate", [1.25e6, 6.25e6, 12.5e6, 125e6])
+def test_what_a_shaper_lets_pass_at_once_misleads_but_little(rate: float) -> None:
+    line = Line(rate, 2e-4, burst=131_072)
+    assert (
+        rate <= line_rate(line.exchange, line.clock) < 2.1 * rate
+    )  # chunks are then at their least anyway, or at most twice as large
+    assert line.now < 0.5
+
+
+def test_an_endless_line_is_not_tried_for_ever() -> None:
+    line = Line(1e15, 0.0, burst=0)
+    assert chunk_bytes(line_rate(line.exchange, line.clock)) == 0
+
+
+@given(st.floats(1.0, 1e11))
+def test_a_chunk_takes_a_turn_of_the_line(rate: float) -> None:
+    size = chunk_bytes(rate)
+    assert size == 0 or LEAST <= size < PLAN
+    if size > LEAST:
+        assert 0.75 * TURN < size / rate <= TURN
+    assert (size == 0) == (rate * TURN >= PLAN)
