@@ -31,11 +31,12 @@ class Homes:
         if parameter not in self._flat:
             self._flat[parameter] = self._side_by_side(parameter)
         flat, tensor = self._flat[parameter], self._replica.tensors[parameter]
-        if flat is None or tensor.grad is None or self.has(parameter, tensor.grad):
+        gradient = tensor.grad
+        if flat is None or gradient is None or self.has(parameter, gradient) or gradient.is_sparse:
             return
         self.vacate(parameter)
         home = flat.view(tensor.shape).data  # with a version counter of its own
-        tensor.grad = home.copy_(tensor.grad)
+        tensor.grad = home.copy_(gradient)
         self._given[parameter] = ref(home)
 
     def has(self, parameter: int, gradient: Tensor | None) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,6 @@ from shoal.partition import ITEMSIZE, Chunk, Plan
 from shoal.rows import Content, Rows, no_rows, numbers_of, rows_of
 from shoal.staging import Stage
 from shoal.wire import Frame
-
-ALIGNED = 64  # bytes at whose multiples the room for a chunk starts
 
 Allocate = Callable[[int], Tensor]
 """Gives zeroed memory (uint8) of so many bytes; a transport's is memory that peers may read in place."""
@@ -161,7 +159,7 @@ class Replica:
         self.plan, self.stage = plan, stage
         self.tensors = tuple(tensors)
         self.places = tuple(places)
-        flat = laid_out([chunk for chunk in plan.chunks if not chunk.row], allocate)
+        flat = laid_out(sorted((chunk for chunk in plan.chunks if not chunk.row), key=_first), allocate)
         self.slots = [flat.get(c.number, no_rows(c.row, dtype_of(c))) for c in plan.chunks]
 
     def piece(self, chunk: Chunk, index: int) -> Tensor:
@@ -279,13 +277,22 @@ class Replica:
         return value
 
 
+def _first(chunk: Chunk) -> tuple[int, int]:
+    """Where in the model a chunk begins; buffers come last."""
+    return (chunk.pieces[0].parameter, chunk.pieces[0].start) if chunk.pieces else (sys.maxsize, chunk.number)
+
+
 def laid_out(chunks: Sequence[Chunk], allocate: Allocate) -> dict[int, Tensor]:
-    """Room for the values of chunks (number → flat zeros), in one piece of memory."""
-    starts = list(accumulate((-(-chunk.nbytes // ALIGNED) * ALIGNED for chunk in chunks), initial=0))
-    memory = allocate(starts[-1])
+    """Room for the values of chunks (number → flat zeros), side by side."""
+    starts, end = [], 0
+    for chunk in chunks:
+        itemsize = ITEMSIZE[chunk.dtype]
+        starts.append(-(-end // itemsize) * itemsize)
+        end = starts[-1] + chunk.nbytes
+    memory = allocate(end)
     return {
         chunk.number: memory[start : start + chunk.nbytes].view(dtype_of(chunk))
-        for chunk, start in zip(chunks, starts, strict=False)
+        for chunk, start in zip(chunks, starts, strict=True)
     }
 
 

@@ -155,6 +155,7 @@ class Stepper:
         if self._batch.held:  # not complete, or not wanted yet
             progress.ready.discard(piece)
             return
+        self._homes.vacate(chunk.pieces[piece].parameter)  # the script could still change what leaves now
         self._fill(chunk, piece, tensor.grad)
         progress.ready.add(piece)
         complete = len(progress.ready) == len(chunk.pieces)
@@ -227,7 +228,7 @@ class Stepper:
     def clip_grad_norm_(self, max_norm: float, scaler: Any = None) -> float:
         """Clip the group's averaged gradient to `max_norm`; returns its norm before clipping."""
         self.arrivals.receive()
-        self._homes.vacate_all()  # the script could still change what leaves now
+        self._homes.vacate_all()  # as in _ready
         self._scale, self._clipped = loss_scale(scaler, self._optimizer), False
         norm = self._exchange.norm(self.number, self._decide(compare=scaler is not None))
         self._coefficient = min(1.0, max_norm / (norm + 1e-6)) if norm == norm else 1.0

@@ -32,6 +32,7 @@ class Membership:
         schedules: where the order of servers' messages is written to or read from.
         local_rank: this process's number on its machine; None = the worker's number in the run.
         links: a worker and its server exchange messages even where they could do without.
+        line_rate: bytes per second between machines; 0 = it is not known.
     """
 
     config: Config
@@ -44,6 +45,7 @@ class Membership:
     schedules: Schedules = UNSCHEDULED
     local_rank: int | None = None
     links: bool = False
+    line_rate: float = 0.0
 
     @property
     def device(self) -> torch.device:
@@ -155,7 +157,7 @@ def plain_sockets(membership: Membership, listen: str | None, memory: Memory, si
         WaitTimeout, PeerFailed: a server does not listen, or does not answer.
     """
     m, store = membership, site.store()
-    sockets = PlainSockets(m.member.name, m.run_id, listen, m.config.timeouts.flush, memory)
+    sockets = PlainSockets(m.member.name, m.run_id, listen, m.config.timeouts.flush, memory, m.line_rate)
     if listen is not None:
         store.set(f"address/{m.member}", sockets.bound)
     for server in m.topology.dialled_by(m.member):

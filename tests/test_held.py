@@ -155,3 +155,21 @@ def test_where_gradients_live_in_their_slots_none_may_be_changed_after_clipping(
 
     with pytest.raises(GradientEdited, match="after clipping"):
         run_cluster(work, APART)
+
+
+def test_what_leaves_early_after_a_lasting_hold_is_watched_as_ever() -> None:
+    def work(run: Run) -> None:
+        model = mlp().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model, optimizer)
+        inputs, targets = regression()[0]
+        hold = run.hold()
+        (model(inputs) - targets).square().mean().backward()
+        with hold:
+            pass  # what seemed to be for good has come to an end
+        (model(inputs) - targets).square().mean().backward()
+        gradients_of(model)[0].data.mul_(2)
+        optimizer.step()
+
+    with pytest.raises(GradientEdited, match="changed after it was pushed"):
+        run_cluster(work, {**APART, "nworkers_per_group": 2})

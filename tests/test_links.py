@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -34,45 +36,45 @@ def clock() -> Clock:
 
 def test_a_link_waits_for_a_slower_one(clock: Clock) -> None:
     pace, (fast, slow) = Pace(clock), links(2)
-    assert not pace.holds(fast) and not pace.holds(slow)
+    assert pace.lets(fast) and pace.lets(slow)
     pace.moved(fast, LEAD - 1)
-    assert not pace.holds(fast)
+    assert pace.lets(fast)
     pace.moved(fast, 1)
-    assert pace.holds(fast) and not pace.holds(slow)
+    assert not pace.lets(fast) and pace.lets(slow)
     pace.moved(slow, 1)
-    assert not pace.holds(fast)
+    assert pace.lets(fast)
 
 
 def test_one_alone_and_one_whose_neighbour_has_nothing_to_send_go_on(clock: Clock) -> None:
     pace, (fast, slow) = Pace(clock), links(2)
-    assert not pace.holds(slow) and not pace.holds(fast)
+    assert pace.lets(slow) and pace.lets(fast)
     pace.moved(fast, 10 * LEAD)
-    assert pace.holds(fast)
+    assert not pace.lets(fast)
     pace.leave(slow)
-    assert not pace.holds(fast)
+    assert pace.lets(fast)
 
 
 def test_who_comes_later_begins_level_with_the_slowest(clock: Clock) -> None:
     pace, (early, late) = Pace(clock), links(2)
-    assert not pace.holds(early)
+    assert pace.lets(early)
     pace.moved(early, 10 * LEAD)
-    assert not pace.holds(late) and not pace.holds(early)
+    assert pace.lets(late) and pace.lets(early)
     pace.moved(early, LEAD)
-    assert pace.holds(early)
+    assert not pace.lets(early)
 
 
 def test_who_stands_still_is_not_waited_for_and_comes_back_level(clock: Clock) -> None:
     pace, (fast, slow, still) = Pace(clock), links(3)
     for link in (fast, slow, still):
-        assert not pace.holds(link)
+        assert pace.lets(link)
     clock.now += STANDSTILL
     pace.moved(fast, 5 * LEAD)
     pace.moved(slow, 5 * LEAD)
-    assert not pace.holds(fast)
+    assert pace.lets(fast)
     pace.moved(still, 1)
-    assert not pace.holds(fast) and not pace.holds(still)
+    assert pace.lets(fast) and pace.lets(still)
     pace.moved(fast, LEAD + 1)
-    assert pace.holds(fast)
+    assert not pace.lets(fast)
 
 
 @given(
@@ -82,12 +84,12 @@ def test_somebody_may_always_go_on(moves: list[tuple[int, int, float]]) -> None:
     clock, team = Clock(), links(4)
     pace = Pace(clock)
     for link in team:
-        assert not pace.holds(link)
+        assert pace.lets(link)
     for number, count, later in moves:
         clock.now += later
-        if not pace.holds(team[number]):
+        if pace.lets(team[number]):
             pace.moved(team[number], count)
-        assert not all(pace.holds(link) for link in team)
+        assert any(pace.lets(link) for link in team)
 
 
 @pytest.fixture
@@ -119,15 +121,47 @@ def test_a_server_that_does_not_read_costs_the_others_a_moment_only(servers: lis
     worker.close()
 
 
+def test_a_server_that_ends_while_its_link_is_held_costs_the_others_nothing(
+    servers: list[PlainSockets],
+) -> None:
+    worker, (ending, slow, _) = PlainSockets("worker 0.0", "secret", None, 1.0), servers
+    for server in (slow, ending):
+        worker.dial(server.name, server.bound, 5.0)
+        worker.send(server.name, "control", [b"hello", b""])
+        assert len(take(server, 1)) == 1
+    for _ in range(100):
+        for server in (ending, slow):
+            worker.send(server.name, "bulk", [b"share", b"", bytes(1 << 20)])
+    servers.remove(ending)
+    ending.close()
+    while worker.recv(0.2) is not None:
+        pass  # it reads that the peer has gone
+    assert len(take(slow, 100)) == 100
+    worker.send(ending.name, "bulk", [b"share", b"", b""]).wait(1.0)
+    began = time.thread_time()
+    assert worker.recv(0.3) is None and time.thread_time() - began < 0.2
+    worker.close()
+
+
+def test_a_stranger_who_hangs_up_at_once_is_nothing(servers: list[PlainSockets]) -> None:
+    host, _, port = servers[0].bound.removeprefix("tcp://").rpartition(":")
+    for _ in range(20):
+        stranger = socket.create_connection((host, int(port)))
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.close()
+        assert servers[0].recv(0.0) is None
+    assert servers[0].recv(0.1) is None
+
+
 def test_shares_for_the_servers_of_one_group_keep_one_pace(
     servers: list[PlainSockets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Pace, str, str]] = []
 
     class Seen(Pace):
-        def holds(self, link: Link) -> bool:
+        def lets(self, link: Link) -> bool:
             asked.append((self, link.peer, link.lane))
-            return super().holds(link)
+            return super().lets(link)
 
     monkeypatch.setattr(plain, "Pace", Seen)
     worker = PlainSockets("worker 0.0", "secret", None, 1.0)

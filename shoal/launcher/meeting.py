@@ -21,7 +21,7 @@ from shoal.launcher import environment
 from shoal.launcher.environment import Place
 from shoal.launcher.folder import Folder
 from shoal.launcher.hints import Hints
-from shoal.launcher.line import chunk_bytes, line_rate
+from shoal.launcher.line import line_rate
 from shoal.launcher.local import processes
 from shoal.link import MARGIN, Link
 from shoal.machine import address, identity, interface_of
@@ -59,11 +59,11 @@ class Meeting(Protocol):
 
     Attributes:
         record: what rank 0 has decided; there after `join`.
-        chunk_bytes: how finely the model is best cut here, 0 = as the plan does it; there after `join`.
+        line_rate: bytes per second between machines, 0 = there is one only; there after `join`.
     """
 
-    chunk_bytes: int
     record: Record
+    line_rate: float
 
     def join(self, wanted: Path | None) -> None:
         """Find the others; raises LaunchError if they do not come.
@@ -112,7 +112,7 @@ def meeting(place: Place, config: Config, topology: Topology) -> Meeting:
 class OnOneMachine:
     """Ranks of one machine meet in a private folder, whose path is all that the hint says."""
 
-    chunk_bytes = 0
+    line_rate = 0.0
 
     def __init__(self, place: Place, config: Config) -> None:
         self._place, self._config = place, config
@@ -184,18 +184,17 @@ class OnSeveral:
         if self.record.run_dir is not None:
             RunDir(Path(self.record.run_dir)).furnish()
         environment.lead_gloo(interface_of(self._here.address))
-        self.chunk_bytes = self._config.cluster.chunk_bytes or self._suited()
+        self.line_rate = self._tried()
 
-    def _suited(self) -> int:
-        """Chunks that suit the line between the first and the last machine, which the last rank tries."""
+    def _tried(self) -> float:
+        """The rate of the line between the first and the last machine, which the last rank tries."""
         limit = self._config.timeouts.start
         store = LinkStore(self._link, limit)
         if self._place.rank == self._place.world_size - 1:
             rate = line_rate(lambda content: store.set("line", content))
-            store.set("line", b"")
-            store.set("chunk_bytes", str(chunk_bytes(rate)))
+            store.multi_set(["line", "line_rate"], [b"", str(rate)])
         try:
-            return int(store.get("chunk_bytes"))
+            return float(store.get("line_rate"))
         except DistStoreError:
             raise LaunchError(
                 f"{self._member} waited {limit:g} s (timeouts.start) for the last rank to begin",

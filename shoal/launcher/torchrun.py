@@ -26,6 +26,7 @@ from shoal.events import Event, Events
 from shoal.launcher import CONFIGURATION, FAILED, environment
 from shoal.launcher.environment import Place
 from shoal.launcher.hints import Hints
+from shoal.launcher.line import chunk_bytes
 from shoal.launcher.local import processes
 from shoal.launcher.meeting import meeting
 from shoal.launcher.member import run_script, user_traceback
@@ -161,8 +162,9 @@ class Rank:
             SystemExit: with status 0, when a server's workers have stopped.
         """
         self._meeting.join(self._wanted)
-        if self._meeting.chunk_bytes:
-            cluster = self._config.cluster.model_copy(update={"chunk_bytes": self._meeting.chunk_bytes})
+        rate = self._meeting.line_rate
+        if rate and not self._config.cluster.chunk_bytes:
+            cluster = self._config.cluster.model_copy(update={"chunk_bytes": chunk_bytes(rate)})
             self._config = self._config.model_copy(update={"cluster": cluster})
         self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
         atexit.register(self._end)
@@ -192,6 +194,7 @@ class Rank:
             run_dir=run_dir,
             private=self._meeting.private,
             local_rank=self._place.local_rank,
+            line_rate=self._meeting.line_rate,
         )
         path = RunDir(run_dir).events(member) if run_dir else None
         return membership, self._meeting.site(membership), Events(path, member.name, self._tell)

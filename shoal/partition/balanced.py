@@ -66,16 +66,18 @@ def _pour(parameters: Sequence[Parameter], loads: list[int], stripe: int) -> lis
     would rise above the level are dealt at the end, each to the least loaded server.
     """
     level = _level(loads, sum(parameter.nbytes for parameter in parameters if not parameter.whole))
-    turns = _Turns(loads, level)
+    turns = _Turns(loads, level, stripe)
     poured: list[Slice] = []
     above: list[tuple[int, int, int]] = []
     for index, parameter in enumerate(parameters):
         itemsize, stop = ITEMSIZE[parameter.dtype], 0 if parameter.whole else parameter.numel
-        turn = max(stripe, -(-parameter.nbytes // len(loads))) if parameter.row else stripe
+        if parameter.row:
+            rows = parameter.numel // parameter.row
+            turns.begin(max(-(-rows // len(loads)) * parameter.row * itemsize, stripe))
         start = 0
         while start < stop:
             least = min(parameter.atom, stop - start)
-            fits = turns.room(least * itemsize, turn) // itemsize
+            fits = turns.room(least * itemsize) // itemsize
             if fits == 0:
                 above.append((index, start, start + least))
                 start += least
@@ -84,6 +86,8 @@ def _pour(parameters: Sequence[Parameter], loads: list[int], stripe: int) -> lis
             poured.append(Slice(index, start, start + taken, turns.server, 0))
             turns.take(taken * itemsize)
             start += taken
+        if parameter.row:
+            turns.begin(stripe)
     return poured + [_on_least(parameters, loads, *place) for place in above]
 
 
@@ -93,23 +97,28 @@ class _Turns:
     Args:
         loads: bytes, brought up to date.
         level: bytes up to which each is filled.
+        length: bytes of a turn.
     """
 
-    def __init__(self, loads: list[int], level: int) -> None:
+    def __init__(self, loads: list[int], level: int, length: int) -> None:
         self.server = 0
         self._loads, self._level = loads, level
         self._rooms = [max(1, level - load) for load in loads]
-        self._taken = 0
+        self.begin(length)
 
-    def room(self, least: int, turn: int) -> int:
-        """How many bytes the server may take now, ``least`` or more; 0 if none has room for these."""
-        if self._taken + least > turn or self._left(self.server) < least:
-            open_ = [server for server in range(len(self._loads)) if self._left(server) >= least]
-            if not open_:
+    def begin(self, length: int) -> None:
+        """Begin a new turn, of so many bytes, and so the turns after it."""
+        self._length = self._taken = length
+
+    def room(self, least: int) -> int:
+        """How many bytes the server whose turn it is may take, ``least`` or more; 0 if none has room."""
+        if self._taken + least > self._length or self._left(self.server) < least:
+            fit = [server for server in range(len(self._loads)) if self._left(server) >= least]
+            if not fit:
                 return 0
-            self.server = min(open_, key=lambda server: 1 - self._left(server) / self._rooms[server])
+            self.server = max(fit, key=lambda server: self._left(server) / self._rooms[server])
             self._taken = 0
-        return min(self._left(self.server), max(turn - self._taken, least))
+        return min(self._left(self.server), max(self._length - self._taken, least))
 
     def take(self, nbytes: int) -> None:
         """The server takes so much."""

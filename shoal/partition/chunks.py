@@ -43,7 +43,7 @@ def _append(space: list[_Draft], parameter: Parameter, s: Slice, limit: int) -> 
     start, in_one = s.start, parameter.whole or parameter.row > 0
     kind = (parameter.optimizer, s.master, 0)
     while start < s.stop:
-        need = s.stop - start if in_one else 1
+        need = s.stop - start if in_one else min(parameter.atom, s.stop - start)
         alike = space and (space[-1].optimizer, space[-1].master, space[-1].row) == kind
         if parameter.row or not alike or space[-1].size + need > limit:
             space.append(_Draft(parameter.optimizer, s.master, row=parameter.row))

@@ -1,4 +1,4 @@
-"""One socket to one peer: what arrives is cut into messages, and what the kernel does not take at once waits.
+"""One lane to one peer: what arrives is cut into messages, and what the kernel does not take at once waits.
 
 A message on the wire: the number of frames (u64), each frame's size (u64), then the frames.
 """
@@ -144,14 +144,22 @@ class Pace:
         self._lock = threading.Lock()
         self._handed: dict[Link, int] = {}  # bytes, counted from when all were level
         self._moved: dict[Link, float] = {}
+        self._refused: set[Link] = set()
 
-    def holds(self, link: Link) -> bool:
-        """Whether a link with something to send has to wait for others; it takes part from now on."""
+    @property
+    def refuses(self) -> bool:
+        """Whether a link waits for others."""
+        return bool(self._refused)
+
+    def lets(self, link: Link) -> bool:
+        """Whether a link with something to send may do so; it takes part from now on."""
         with self._lock:
             now = self._clock()
             if link not in self._handed:
                 self._handed[link], self._moved[link] = self._slowest(now), now
-            return self._handed[link] - self._slowest(now) >= LEAD
+            ahead = self._handed[link] - self._slowest(now) >= LEAD
+            (self._refused.add if ahead else self._refused.discard)(link)
+            return not ahead
 
     def _slowest(self, now: float) -> int:
         moving = (n for link, n in self._handed.items() if now - self._moved[link] < STANDSTILL)
@@ -170,6 +178,7 @@ class Pace:
         with self._lock:
             self._handed.pop(link, None)
             self._moved.pop(link, None)
+            self._refused.discard(link)
 
 
 class Link:
@@ -182,13 +191,12 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self.pace: Pace | None = None
-        self.held = False
         self.socket, self.inbox = connection, Inbox(connection)
         self.peer = ""
         self.lane: Lane = "control"
+        self.pace: Pace | None = None
         self.lock = threading.Lock()
-        self.broken = False
+        self.held = self.broken = False
         self._queue: deque[_Letter] = deque()  # the first may have left in part
         self._some_left = threading.Condition(self.lock)
 
@@ -198,9 +206,9 @@ class Link:
         return bool(self._queue)
 
     @property
-    def may_go_on(self) -> bool:
-        """Whether its pace lets it send."""
-        return self.pace is None or not self.pace.holds(self)
+    def needs_writer(self) -> bool:
+        """Whether something waits, here or at a link that may have waited for this one."""
+        return self.waiting or (self.pace is not None and self.pace.refuses)
 
     def send(self, frames: Sequence[Frame]) -> Token:
         """Hand a message to the kernel, or as much of it as it takes."""
@@ -208,26 +216,31 @@ class Link:
         prefix = struct.pack(f"<{len(views) + 1}Q", len(views), *[view.nbytes for view in views])
         letter = _Letter([memoryview(prefix), *views], self._some_left)
         with self.lock:
+            if self.broken:
+                letter.left = True
+                return letter
             idle = not self._queue
             self._queue.append(letter)
             if idle:
                 self.flush()
         return letter
 
-    def flush(self) -> None:
-        """Hand over what the kernel takes now; the caller holds the lock."""
-        while self._queue and not self.broken:
+    def flush(self) -> int:
+        """Hand over what the kernel and the pace take now, so many bytes; the caller holds the lock."""
+        handed, self.held = 0, False
+        while self._queue:
+            if self.pace is not None and not self.pace.lets(self):
+                self.held = True
+                return handed
             views = self._queue[0].views
-            self.held = not self.may_go_on
-            if self.held:
-                return
             try:
                 taken = self.socket.sendmsg(views[:GATHER])
             except BlockingIOError:
-                return
+                return handed
             except OSError:
                 self.give_up()
-                return
+                return handed
+            handed += taken
             if self.pace is not None:
                 self.pace.moved(self, taken)
             while views and taken >= views[0].nbytes:
@@ -239,6 +252,7 @@ class Link:
                 self._some_left.notify_all()
         if self.pace is not None:
             self.pace.leave(self)
+        return handed
 
     def end(self) -> None:
         """Close the socket for all processes: one that the script has forked may hold a copy of it."""
@@ -248,7 +262,7 @@ class Link:
 
     def give_up(self) -> None:
         """The peer is gone: what waits will never leave. The caller holds the lock."""
-        self.broken = True
+        self.broken, self.held = True, False
         for letter in self._queue:
             letter.left = True
         self._queue.clear()
@@ -293,26 +307,27 @@ class Writer:
                 links = dict(self._links)
                 if self._ending and not links:
                     return
+            while any([self._flush(link) for link in links.values() if link.held]):
+                pass  # one that goes on may free another
             poll = select.poll()
             poll.register(self._wake_read, select.POLLIN)
+            held = [link for link in links.values() if link.held]
             for file, link in links.items():
                 if not link.held:
                     poll.register(file, select.POLLOUT)
-            some_held = any(link.held for link in links.values())
-            ready = {file for file, _ in poll.poll(STANDSTILL * 1000 if some_held else None)}
-            if self._wake_read.fileno() in ready:
-                self._wake_read.recv(4096)
-            self._flush([links[file] for file in ready & links.keys()])
-            while freed := [link for link in links.values() if link.held and link.may_go_on]:
-                self._flush(freed)  # those they waited for have moved
+            for file, _ in poll.poll(STANDSTILL * 1000 if held else None):
+                if file in links:
+                    self._flush(links[file])
+                else:
+                    self._wake_read.recv(4096)
 
-    def _flush(self, links: Sequence[Link]) -> None:
-        for link in links:
-            with link.lock:
-                link.flush()
-                if not link.waiting:
-                    with self._lock:
-                        self._links.pop(link.socket.fileno(), None)
+    def _flush(self, link: Link) -> int:
+        with link.lock:
+            handed = link.flush()
+            if not link.waiting:
+                with self._lock:
+                    self._links.pop(link.socket.fileno(), None)
+        return handed
 
     def close(self, until: float) -> None:
         """Wait until all queues are empty."""

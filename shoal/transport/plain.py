@@ -4,7 +4,7 @@ A server listens; whoever talks to it dials once per lane, says its name and lan
 secret that it belongs here. What the kernel does not take at once waits in the lane's queue; a thread empties
 that. Whoever wants a message reads the sockets itself: no thread stands in between.
 
-On a network the kernel holds little of what leaves: what it holds would stand in the way of a commit, and
+On a slow line the kernel holds little of what leaves: what it holds would stand in the way of a commit, and
 flows with full queues lose packets and fall apart, so that one server waits for the last of its workers while
 another has them all. For the same reason a worker pushes to all servers at one pace.
 """
@@ -28,8 +28,8 @@ from shoal.transport.memory import Memory
 from shoal.wire import Frame
 
 UNSENT = 1 << 14  # bytes that the kernel takes beyond what it can send at once
-ROOM = 3 << 13  # bytes (twice that with the kernel's own) that it holds for a near peer, sent or not
-NEAR = 2e-3  # seconds there and back; with a farther peer more has to be under way
+ROOM = 3 << 13  # bytes (twice that with the kernel's own) that it holds at least, sent or not
+AMPLE = 1 << 17  # bytes; where more has to be under way the kernel finds out by itself how much
 _RTT = 8 + 15 * 4  # where Linux's struct tcp_info has the microseconds there and back
 
 
@@ -42,16 +42,23 @@ class PlainSockets:
         listen: where it listens, for a server.
         linger: seconds that closing waits for what is still queued.
         memory: what peers on this machine share with this member.
+        rate: bytes per second of the line to other machines; 0 = it is not known.
     """
 
     def __init__(
-        self, name: str, secret: str, listen: str | None, linger: float, memory: Memory | None = None
+        self,
+        name: str,
+        secret: str,
+        listen: str | None,
+        linger: float,
+        memory: Memory | None = None,
+        rate: float = 0.0,
     ) -> None:
         self.name, self._secret = name, secret.encode()
         self._process = os.getpid()
         self.memory = memory or Memory()
         self.traffic: Counter[str] = Counter()
-        self._linger = linger
+        self._linger, self._rate = linger, rate
         self._links: dict[tuple[str, Lane], Link] = {}
         self._dialled: set[str] = set()
         self._by_file: dict[int, Link] = {}
@@ -113,7 +120,8 @@ class PlainSockets:
 
     def _add(self, connection: socket.socket) -> Link:
         if connection.family == socket.AF_INET:
-            _tune(connection)
+            with suppress(OSError):  # it is gone already, as the first read will tell
+                _tune(connection, self._rate)
         link = Link(connection)
         self._by_file[connection.fileno()] = link
         self._poll.register(connection, select.POLLIN)
@@ -137,7 +145,7 @@ class PlainSockets:
                 return Released()
             raise PeerFailed(f"{peer} cannot be reached any more", member=self.name)
         token = link.send(frames)
-        if link.waiting:
+        if link.needs_writer:
             self._writer.watch(link)
         return token
 
@@ -218,16 +226,23 @@ class PlainSockets:
                     os.unlink(at)
 
 
-def _tune(connection: socket.socket) -> None:
-    """Have a connection pass on small messages at once, and hold little of large ones."""
+def _tune(connection: socket.socket, rate: float) -> None:
+    """Have a connection pass on small messages at once, and hold little of large ones.
+
+    Args:
+        rate: see PlainSockets.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
     here, there = connection.getsockname()[0], connection.getpeername()[0]
-    if hasattr(socket, "TCP_INFO") and here != there:  # one machine's packets would not fit into so little
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT + 4)
-        if struct.unpack_from("I", info, _RTT)[0] < NEAR * 1e6:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ROOM)
+    if not rate or here == there or not hasattr(socket, "TCP_INFO"):
+        return  # one machine's packets would not fit into so little
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT + 4)
+    there_and_back = struct.unpack_from("I", info, _RTT)[0] / 1e6
+    under_way = 2 * rate * there_and_back
+    if 0 < under_way < AMPLE:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(ROOM, int(under_way)))
 
 
 def _parse(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
