@@ -16,12 +16,16 @@ from shoal.wire import Frame, State
 
 
 def start_of(optimizers: Sequence[Optimizer], replica: Replica) -> dict[int, tuple[list[State], list[Frame]]]:
-    """Values and state by chunk, as INIT carries them: the values' frame first."""
+    """Values and state by chunk, as INIT carries them: the values' frame first.
+
+    Values lie in the slots, which nothing else needs yet: memory for all would not come back from the heap.
+    """
     start: dict[int, tuple[list[State], list[Frame]]] = {}
     for chunk in replica.plan.chunks:
         optimizer = optimizers[chunk.optimizer]
         entries, frames = pack(_state(optimizer, replica, chunk, index) for index in range(len(chunk.pieces)))
-        start[chunk.number] = entries, [as_bytes(replica.read(chunk)), *frames]
+        values = replica.read(chunk) if chunk.row else replica.in_slot(chunk)
+        start[chunk.number] = entries, [as_bytes(values), *frames]
     return start
 
 
