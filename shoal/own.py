@@ -17,10 +17,10 @@ from shoal.errors import GradientEdited
 from shoal.exchange import Exchange
 from shoal.parameters import Replica, fingerprint
 from shoal.partition import Chunk, Plan
-from shoal.prepare import CLIP_LAST, Loop, Skips, finite, loss_scale
 from shoal.rows import Content, check_layout, mark_of, numbers_of
 from shoal.shard import squared_norm
 from shoal.site import Membership
+from shoal.stepping import CLIP_LAST, Loop, Skips, finite, loss_scale
 from shoal.transport import Post
 from shoal.waiting import Outcome
 from shoal.wire import Frame, Hello, Kept, Kind, Pull, State

@@ -36,7 +36,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-import shoal.prepare
+import shoal.stepping
 from shoal import Run
 from shoal.errors import GradientEdited, NonFiniteGradients, UsageError
 from shoal.testing import Report, run_cluster
@@ -356,8 +356,8 @@ def test_rounds_that_are_not_finite_are_skipped_and_counted(cluster: Mapping[str
 
 
 def test_too_many_skipped_rounds_in_a_row_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shoal.prepare.SKIPS == 100
-    monkeypatch.setattr(shoal.prepare, "SKIPS", 4)
+    assert shoal.stepping.SKIPS == 100
+    monkeypatch.setattr(shoal.stepping, "SKIPS", 4)
     work_on(SANDBLASTER, breaking({0, 1, 2, 4, 5, 6}, 1), build=mlp, steps=8)  # never four in a row
     with pytest.raises(NonFiniteGradients, match=r"step 5: the last 4 steps(.|\n)*lower the learning rate"):
         work_on(SANDBLASTER, breaking({1, 2, 3, 4}, 1), build=mlp, steps=8)

@@ -64,6 +64,7 @@ LAYERS = (
     "collectives",
     "results",
     "batch",
+    "stepping",
     "batchnorm",
     "arrivals",
     "overlap",

@@ -70,7 +70,10 @@ class Wait(torch.autograd.Function):
 
 
 def calibrated() -> float:
-    """Seconds by which a sleep is too long on this machine: the median of some."""
+    """Seconds by which a sleep is too long on this machine: the median of some.
+
+    Sleeping is what stands in for computing here; nothing is synchronised by it.
+    """
     late = []
     for _ in range(21):
         began = time.perf_counter()
