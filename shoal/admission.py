@@ -27,6 +27,7 @@ from shoal.acts import (
     Norm,
     Owned,
     Pull,
+    Release,
     Reply,
     Returned,
     Share,
@@ -311,7 +312,7 @@ class Admission:
             actions += [action for chunk in self._chunks for action in self._unpark(chunk)]
         return actions
 
-    def _bury(self, group: int, incarnation: int) -> Iterable[Action]:
+    def _bury(self, group: int, incarnation: int) -> list[Release]:
         """Drop what an older life of the group left unfinished."""
         released, sent = self._shares.bury(group)
         for rank in range(self._workers[group]):

@@ -12,7 +12,7 @@ class Batch:
         weight: the worker's part in its group's average; at 0 it is left out.
         samples: drawn from loaders so far.
         held: while above 0, gradients leave at `step()` only.
-        lasting: above 0 where that has no end.
+        lasting: how many of these holds have no end.
     """
 
     def __init__(self) -> None:

@@ -92,7 +92,7 @@ class Exchange:
     # The start.
 
     def join(
-        self, hello: Hello, start: Mapping[int, tuple[list[State], list[Frame]]], late: str = ""
+        self, hello: Hello, start: Iterable[tuple[int, list[State], list[Frame]]] | None, late: str = ""
     ) -> tuple[Outcome, bool]:
         """Greet the servers, hand them the start (worker 0.0 only), take the common one.
 
@@ -104,9 +104,9 @@ class Exchange:
         """
         for server in self._servers:
             self._post.send(server, Kind.HELLO, hello)
-        for chunk, (entries, frames) in start.items():
+        for chunk, entries, frames in start or ():
             self._post.send(self.server_of(chunk), Kind.INIT, Init(tuple(entries)), frames, chunk=chunk)
-        first = "" if start else "worker 0.0 to call prepare() and then for "
+        first = "" if start is not None else "worker 0.0 to call prepare() and then for "
         what, timeout = (late, "finish") if late else (f"{first}the servers' welcome", "start")
         wait = Wait(what, timeout, answer=Kind.WELCOME, peers=set(self._servers))
         self._waiter.until(wait, lambda: not wait.peers)

@@ -11,7 +11,7 @@ from torch.distributed import Store
 
 from shoal.keys import Keys
 from shoal.link import Link
-from shoal.site import Membership, plain_sockets, wait_for
+from shoal.site import Membership, introduced, plain_sockets
 from shoal.store import LinkStore
 from shoal.transport import LANES, Endpoint, Lane, Token
 from shoal.transport.memory import Memory
@@ -51,16 +51,13 @@ class Machines:
         return Watched(plain_sockets(m, listen, memory, self), self._link)
 
     def _locked(self, memory: Memory, keys: Keys) -> Endpoint:
-        m, store, serving = self._m, self._store, self._m.member.role == "server"
+        m, serving = self._m, self._m.member.role == "server"
         callers = {worker.name for worker in m.topology.workers_of(m.member)} if serving else set()
         lock = keys.lock(m.member.name, callers | m.topology.followers_of(m.member) if serving else ())
         listen = {lane: self._listen_at(place) for place, lane in enumerate(LANES)} if serving else None
         sockets = Sockets(m.member.name, listen, {}, m.config.timeouts.flush, memory, lock)
-        if serving:
-            store.set(f"address/{m.member}", json.dumps(sockets.bound))
-        for server in m.topology.dialled_by(m.member):
-            addresses = wait_for(store, f"address/{server}", m, "start", f"{server} to listen", self.check)
-            sockets.dial(server.name, json.loads(addresses))
+        for server, addresses in introduced(m, self, json.dumps(sockets.bound) if serving else None):
+            sockets.dial(server, json.loads(addresses))
         return sockets
 
     def _listen_at(self, place: int) -> str:

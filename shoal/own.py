@@ -6,7 +6,7 @@ What a step does is what links would do, bit for bit: the same checks and the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Own(Exchange):
         return self.applied + self.dropped
 
     def join(
-        self, hello: Hello, start: Mapping[int, tuple[list[State], list[Frame]]], late: str = ""
+        self, hello: Hello, start: Iterable[tuple[int, list[State], list[Frame]]] | None, late: str = ""
     ) -> tuple[Outcome, bool]:
         """There is nobody to greet, and the start is this worker's."""
         return Outcome(), False

@@ -205,22 +205,13 @@ class Replica:
             return torch.equal(rows.index, slot.index) and _same_bytes(rows.values, slot.values)
         return _same_bytes(gradient.reshape(-1)[piece.start : piece.stop], self.piece(chunk, index))
 
-    def in_slot(self, chunk: Chunk) -> Tensor:
-        """The chunk's present values in this copy, flat, written into its slot; not for a table's."""
-        slot = numbers_of(self.slots[chunk.number])
+    def read(self, chunk: Chunk, into: Tensor | None = None) -> Tensor:
+        """The chunk's present values in this copy, flat, on the CPU; written to `into` if that is given."""
         if chunk.buffer is not None:
-            return slot.copy_(self.places[chunk.buffer].tensor.detach().reshape(-1))
-        for index, p in enumerate(chunk.pieces):
-            self.piece(chunk, index).copy_(self.tensors[p.parameter].detach().reshape(-1)[p.start : p.stop])
-        return slot
-
-    def read(self, chunk: Chunk) -> Tensor:
-        """The chunk's present values in this copy, flat, on the CPU."""
-        if chunk.buffer is not None:
-            return self.places[chunk.buffer].tensor.detach().reshape(-1).cpu().clone()
-        return torch.cat(
-            [self.tensors[p.parameter].detach().reshape(-1)[p.start : p.stop].cpu() for p in chunk.pieces]
-        )
+            parts = [self.places[chunk.buffer].tensor.detach().reshape(-1)]
+        else:
+            parts = [self.tensors[p.parameter].detach().reshape(-1)[p.start : p.stop] for p in chunk.pieces]
+        return torch.cat([part.cpu() for part in parts], out=into)
 
     @torch.no_grad()
     def install(self, chunk: Chunk, values: Content, into: Mapping[Tensor, Tensor] | None = None) -> None:

@@ -121,17 +121,18 @@ class Stepper:
         if self._batch.held:  # not complete, or not wanted yet
             progress.ready.discard(piece)
             return
-        self._homes.vacate(chunk.pieces[piece].parameter)  # the script could still change what leaves now
-        self._fill(chunk, piece, tensor.grad)
+        self._fill(chunk, piece, tensor.grad, early=True)
         progress.ready.add(piece)
         complete = len(progress.ready) == len(chunk.pieces)
         if complete and chunk.number not in self._late and self._batch.weight > 0:
             self._push(chunk)
 
-    def _fill(self, chunk: Chunk, piece: int, gradient: Tensor | None) -> None:
+    def _fill(self, chunk: Chunk, piece: int, gradient: Tensor | None, early: bool = False) -> None:
         check_layout(self._name(chunk, piece), gradient, chunk.row)
         parameter = chunk.pieces[piece].parameter
-        if not self._homes.has(parameter, gradient):
+        if early or not self._homes.has(
+            parameter, gradient
+        ):  # the script could still change what leaves early
             self._homes.vacate(parameter)
             self._replica.fill(chunk, piece, gradient)
         if gradient is not None:
@@ -194,7 +195,7 @@ class Stepper:
     def clip_grad_norm_(self, max_norm: float, scaler: Any = None) -> float:
         """Clip the group's averaged gradient to `max_norm`; returns its norm before clipping."""
         self.arrivals.receive()
-        self._homes.vacate_all()  # as in _ready
+        self._homes.vacate_all()  # the script could still change what leaves now
         self._scale, self._clipped = loss_scale(scaler, self._optimizer), False
         norm = self._exchange.norm(self.number, self._decide(compare=scaler is not None))
         self._coefficient = min(1.0, max_norm / (norm + 1e-6)) if norm == norm else 1.0

@@ -86,11 +86,8 @@ class Server:
 
     def serve(self) -> None:
         """Handle messages until every worker has stopped; raises what went wrong, and tells the workers."""
-        if source := self.topology.source_of(self.member):
-            self._post.send(source.name, Kind.HELLO, Hello(VERSION))
-        for peer in self.topology.leaders_of(self.member):
-            if peer != source:
-                self._post.send(peer.name, Kind.HELLO, Hello(VERSION))
+        for leader in self.topology.leaders_of(self.member):
+            self._post.send(leader.name, Kind.HELLO, Hello(VERSION))
         try:
             while not self._stopped >= self._workers | self._peers:
                 self._once()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -156,14 +156,25 @@ def plain_sockets(membership: Membership, listen: str | None, memory: Memory, si
         LaunchError: it cannot listen there.
         WaitTimeout, PeerFailed: a server does not listen, or does not answer.
     """
-    m, store = membership, site.store()
+    m = membership
     sockets = PlainSockets(m.member.name, m.run_id, listen, m.config.timeouts.flush, memory, m.line_rate)
-    if listen is not None:
-        store.set(f"address/{m.member}", sockets.bound)
-    for server in m.topology.dialled_by(m.member):
-        address = wait_for(store, f"address/{server}", m, "start", f"{server} to listen", site.check)
-        sockets.dial(server.name, address.decode(), m.config.timeouts.start)
+    for server, address in introduced(m, site, None if listen is None else sockets.bound):
+        sockets.dial(server, address, m.config.timeouts.start)
     return sockets
+
+
+def introduced(membership: Membership, site: Site, address: str | None) -> Iterator[tuple[str, str]]:
+    """Leave in the store where a server listens; then the servers that a member dials, and where they listen.
+
+    Raises:
+        WaitTimeout: a server does not listen in time.
+    """
+    m, store = membership, site.store()
+    if address is not None:
+        store.set(f"address/{m.member}", address)
+    for server in m.topology.dialled_by(m.member):
+        found = wait_for(store, f"address/{server}", m, "start", f"{server} to listen", site.check)
+        yield server.name, found.decode()
 
 
 def wait_for(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,23 +10,24 @@ from torch.optim import Optimizer
 
 from shoal.parameters import Replica, as_bytes
 from shoal.partition import Chunk
-from shoal.rows import cut_state
+from shoal.rows import Rows, cut_state
 from shoal.updater import pack
 from shoal.wire import Frame, State
 
+Start = Iterator[tuple[int, list[State], list[Frame]]]
 
-def start_of(optimizers: Sequence[Optimizer], replica: Replica) -> dict[int, tuple[list[State], list[Frame]]]:
-    """Values and state by chunk, as INIT carries them: the values' frame first.
+
+def start_of(optimizers: Sequence[Optimizer], replica: Replica) -> Start:
+    """Each chunk, its state and its values as INIT carries them, values' frame first; made when asked for.
 
     Values lie in the slots, which nothing else needs yet: memory for all would not come back from the heap.
     """
-    start: dict[int, tuple[list[State], list[Frame]]] = {}
     for chunk in replica.plan.chunks:
         optimizer = optimizers[chunk.optimizer]
         entries, frames = pack(_state(optimizer, replica, chunk, index) for index in range(len(chunk.pieces)))
-        values = replica.read(chunk) if chunk.row else replica.in_slot(chunk)
-        start[chunk.number] = entries, [as_bytes(values), *frames]
-    return start
+        slot = replica.slots[chunk.number]
+        values = replica.read(chunk, None if isinstance(slot, Rows) else slot)
+        yield chunk.number, entries, [as_bytes(values), *frames]
 
 
 def _state(optimizer: Optimizer, replica: Replica, chunk: Chunk, index: int) -> dict[str, Any]:

@@ -176,10 +176,9 @@ class Topology:
         return Member("server", 0, server.index) if server.group else None
 
     def leaders_of(self, server: Member) -> list[Member]:
-        """The servers that this one dials: its source, and its peers in lower groups."""
-        source = self.source_of(server)
-        lower = {peer for peer in self.peers_of(server) if peer.group < server.group}
-        return sorted(lower | ({source} if source else set()))
+        """The servers that this one dials: its source, then its peers in lower groups."""
+        last = server.group if self.synchronised else min(server.group, 1)
+        return [Member("server", group, server.index) for group in range(last)]
 
     def dialled_by(self, member: Member) -> Sequence[Member]:
         """The servers that a member speaks to first; others wait for it to do so."""

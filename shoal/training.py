@@ -109,7 +109,7 @@ class Training:
         self._replica, exchange = self._connected(plan, described, optimizers)
         first = m.member == Member("worker", 0, 0)
         checksum = self._replica.checksum()
-        start = start_of(optimizers, self._replica) if first else {}
+        start = start_of(optimizers, self._replica) if first else None
         hello = Hello(VERSION, described.parameters, described.buffers, specs, checksum, ema)
         outcome, differs = exchange.join(hello, start, self._late())
         self.install(outcome)

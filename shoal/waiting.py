@@ -228,7 +228,7 @@ class Waiter:
                 self._resend(header.sender, wait.optimizer, header.chunk)
 
     def _concerns(self, chunk: int, wait: Wait) -> bool:
-        if chunk < 0:  # the commit, which a norm is asked before
+        if chunk < 0:  # the commit: a norm's wait comes before its own, and must not ask for another's
             return self.opened.get(wait.optimizer) is wait
         return self._plan.chunks[chunk].optimizer == wait.optimizer
 

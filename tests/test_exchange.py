@@ -53,14 +53,14 @@ def test_a_returning_worker_goes_on_after_the_least_step_of_those_who_have_a_par
     (owner,) = {chunk.server for chunk in stage.plan.chunks if chunk.optimizer == 1}
     assert {chunk.server for chunk in stage.plan.chunks if chunk.optimizer == 0} == {0, 1}
     stage.welcome((3, 0), (4, 5)) if owner else stage.welcome((3, 5), (4, 0))
-    stage.exchange.join(HELLO, {})
+    stage.exchange.join(HELLO, None)
     assert [stage.exchange.begin_step(optimizer) for optimizer in (0, 1)] == [4, 6]
 
 
 def test_the_word_that_an_older_edit_is_stored_says_nothing_of_this_one() -> None:
     stage = Stage()
     stage.welcome((0, 0), (0, 0))
-    stage.exchange.join(HELLO, {})
+    stage.exchange.join(HELLO, None)
     chunk = stage.plan.chunks[0]
     edited = {chunk.number: (torch.ones(chunk.size),)}
     stage.send(chunk.server, Kind.STORED, chunk=chunk.number, number=1)
@@ -73,7 +73,7 @@ def test_the_word_that_an_older_edit_is_stored_says_nothing_of_this_one() -> Non
 def test_a_commit_that_a_server_lacks_is_sent_again_during_the_next_optimizers_norm() -> None:
     stage = Stage()
     stage.welcome((0, 0), (0, 0))
-    stage.exchange.join(HELLO, {})
+    stage.exchange.join(HELLO, None)
     nothing = Decision(set(), {}, 1.0)
     stage.exchange.commit(0, nothing)
     stage.send(0, Kind.PULL, step=1)

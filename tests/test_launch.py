@@ -155,7 +155,7 @@ def shoal_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_folder_of_the_same_name_does_not_hide_the_package(tmp_path: Path) -> None:
-    """A clone's, for instance, in the folder that the command is given in."""
+    """A clone's, for instance, in the folder of the command; installed as scripts/environment does it."""
     (tmp_path / "shoal").mkdir()
     command = [sys.executable, "-c", "import shoal; print(shoal.__file__)"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launcher.line import LEAST, PLAN, TURN, chunk_bytes, line_rate
+from shoal.launcher.line import LEAST, TURN, chunk_bytes, line_rate
+from shoal.partition import SMALLEST
 
 
 class Line:
@@ -42,9 +43,8 @@ def test_the_rate_is_right_within_a_fifth(rate: float, delay: float) -> None:
 @pytest.mark.parametrize("rate", [1.25e6, 6.25e6, 12.5e6, 125e6])
 def test_what_a_shaper_lets_pass_at_once_misleads_but_little(rate: float) -> None:
     line = Line(rate, 2e-4, burst=131_072)
-    assert (
-        rate <= line_rate(line.exchange, line.clock) < 2.1 * rate
-    )  # chunks are then at their least anyway, or at most twice as large
+    # Chunks are then at their least anyway, or at most twice as large.
+    assert rate <= line_rate(line.exchange, line.clock) < 2.1 * rate
     assert line.now < 0.5
 
 
@@ -56,7 +56,7 @@ def test_an_endless_line_is_not_tried_for_ever() -> None:
 @given(st.floats(1.0, 1e11))
 def test_a_chunk_takes_a_turn_of_the_line(rate: float) -> None:
     size = chunk_bytes(rate)
-    assert size == 0 or LEAST <= size < PLAN
+    assert size == 0 or LEAST <= size < SMALLEST
     if size > LEAST:
         assert 0.75 * TURN < size / rate <= TURN
-    assert (size == 0) == (rate * TURN >= PLAN)
+    assert (size == 0) == (rate * TURN >= SMALLEST)

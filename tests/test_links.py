@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -141,16 +140,6 @@ def test_a_server_that_ends_while_its_link_is_held_costs_the_others_nothing(
     began = time.thread_time()
     assert worker.recv(0.3) is None and time.thread_time() - began < 0.2
     worker.close()
-
-
-def test_a_stranger_who_hangs_up_at_once_is_nothing(servers: list[PlainSockets]) -> None:
-    host, _, port = servers[0].bound.removeprefix("tcp://").rpartition(":")
-    for _ in range(20):
-        stranger = socket.create_connection((host, int(port)))
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        stranger.close()
-        assert servers[0].recv(0.0) is None
-    assert servers[0].recv(0.1) is None
 
 
 def test_shares_for_the_servers_of_one_group_keep_one_pace(

@@ -153,6 +153,18 @@ def test_who_does_not_know_the_secret_is_not_heard(pair: Pair) -> None:
     close(stranger)
 
 
+def test_a_stranger_who_hangs_up_at_once_is_nothing() -> None:
+    server = member("server 0.0", "tcp://127.0.0.1:0")
+    host, _, port = server.bound.removeprefix("tcp://").rpartition(":")
+    for _ in range(20):
+        stranger = socket.create_connection((host, int(port)))
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.close()
+        assert server.recv(0.0) is None
+    assert server.recv(0.1) is None
+    close(server)
+
+
 @pytest.mark.parametrize(
     "nonsense",
     [

@@ -163,15 +163,11 @@ def test_asynchronous_groups_are_stale_synchronous_are_not(
     run_of: Callable[[str], Finished], tmp_path: Path
 ) -> None:
     assert run_of("sandblaster").summary["staleness"]["max"] == 0
-    long = [
-        "--run-dir",
-        str(tmp_path / "run"),
-        str(DIGITS),
-        "--epochs",
-        "60",
-    ]  # groups that meet, however late
-    subprocess.run([*SHOAL, "--cluster", "downpour", *long], capture_output=True, timeout=100, check=True)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["staleness"]["max"] > 0
+    path = tmp_path / "run"
+    # Long enough for groups to meet, however late.
+    command = [*SHOAL, "--cluster", "downpour", "--run-dir", str(path), str(DIGITS), "--epochs", "60"]
+    subprocess.run(command, capture_output=True, timeout=100, check=True)
+    assert json.loads((path / "summary.json").read_text())["staleness"]["max"] > 0
 
 
 def test_a_stopped_server_stops_training(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from shoal.partition import SMALLEST
+
 FIRST = 1 << 16  # bytes of the first try; each is twice the one before
 LAST = 1 << 24
 LONG = 0.05  # seconds from which a try tells the rate: a shaper lets the first bytes pass at once
 TURN = 0.01  # seconds that a chunk may keep the line from others
 LEAST = 1 << 16  # bytes of a chunk: with less its handling costs more than its way
-PLAN = 1 << 20  # bytes; on a line this fast chunks are as the plan makes them
 
 
 def line_rate(exchange: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic) -> float:
@@ -39,4 +40,4 @@ def chunk_bytes(rate: float) -> int:
     that argues for small ones. Each costs the processors up to a tenth of a turn: that argues against.
     """
     fitting = int(rate * TURN) >> 14 << 14
-    return 0 if fitting >= PLAN else max(LEAST, fitting)
+    return 0 if fitting >= SMALLEST else max(LEAST, fitting)

@@ -184,15 +184,16 @@ class OnSeveral:
         if self.record.run_dir is not None:
             RunDir(Path(self.record.run_dir)).furnish()
         environment.lead_gloo(interface_of(self._here.address))
-        self.line_rate = self._tried()
+        self.line_rate = self._rate()
 
-    def _tried(self) -> float:
+    def _rate(self) -> float:
         """The rate of the line between the first and the last machine, which the last rank tries."""
         limit = self._config.timeouts.start
         store = LinkStore(self._link, limit)
         if self._place.rank == self._place.world_size - 1:
             rate = line_rate(lambda content: store.set("line", content))
-            store.multi_set(["line", "line_rate"], [b"", str(rate)])
+            store.set("line", b"")  # the coordinator need not keep what was sent to try the line
+            store.set("line_rate", str(rate))
         try:
             return float(store.get("line_rate"))
         except DistStoreError:

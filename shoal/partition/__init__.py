@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _SLICERS = ("balanced", "singa")
+SMALLEST, LARGEST = 1 << 20, 8 << 20  # bytes of a chunk, where nobody says otherwise
 
 
 def make_plan(
@@ -67,7 +68,7 @@ def make_plan(
     volume = sum(parameter.nbytes for parameter in parameters)
     chunk_bytes = chunk_bytes or _fitting(volume * max(weights) // sum(weights))
     if slicer == "singa":
-        slices = singa.slices(parameters, len(weights), server_groups)
+        slices = singa.slices(parameters, servers, server_groups)
     else:
         slices = balanced.slices(parameters, weights, server_groups, stripe=chunk_bytes)
     drafts = drafted(parameters, slices, servers, chunk_bytes)
@@ -96,7 +97,7 @@ def _weights(topology: Topology, cluster: Cluster) -> list[int]:
 
 def _fitting(part: int) -> int:
     """The size of chunks for so many bytes on a server."""
-    return min(max(part // 8, 1 << 20), 8 << 20)
+    return min(max(part // 8, SMALLEST), LARGEST)
 
 
 def _check(tensors: Sequence[Parameter | Buffer], servers: int, server_groups: int, chunk_bytes: int) -> None:

@@ -144,12 +144,16 @@ class Pace:
         self._lock = threading.Lock()
         self._handed: dict[Link, int] = {}  # bytes, counted from when all were level
         self._moved: dict[Link, float] = {}
-        self._refused: set[Link] = set()
+        self._held: set[Link] = set()
 
     @property
-    def refuses(self) -> bool:
+    def holding(self) -> bool:
+        """Whether any link waits for others."""
+        return bool(self._held)
+
+    def holds(self, link: Link) -> bool:
         """Whether a link waits for others."""
-        return bool(self._refused)
+        return link in self._held
 
     def lets(self, link: Link) -> bool:
         """Whether a link with something to send may do so; it takes part from now on."""
@@ -158,7 +162,10 @@ class Pace:
             if link not in self._handed:
                 self._handed[link], self._moved[link] = self._slowest(now), now
             ahead = self._handed[link] - self._slowest(now) >= LEAD
-            (self._refused.add if ahead else self._refused.discard)(link)
+            if ahead:
+                self._held.add(link)
+            else:
+                self._held.discard(link)
             return not ahead
 
     def _slowest(self, now: float) -> int:
@@ -178,7 +185,7 @@ class Pace:
         with self._lock:
             self._handed.pop(link, None)
             self._moved.pop(link, None)
-            self._refused.discard(link)
+            self._held.discard(link)
 
 
 class Link:
@@ -186,7 +193,6 @@ class Link:
 
     Attributes:
         pace: what it keeps beside other links, if anything.
-        held: whether it waits for those, not for the kernel.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -196,7 +202,7 @@ class Link:
         self.lane: Lane = "control"
         self.pace: Pace | None = None
         self.lock = threading.Lock()
-        self.held = self.broken = False
+        self.broken = False
         self._queue: deque[_Letter] = deque()  # the first may have left in part
         self._some_left = threading.Condition(self.lock)
 
@@ -206,9 +212,14 @@ class Link:
         return bool(self._queue)
 
     @property
+    def held(self) -> bool:
+        """Whether it waits for links of its pace, not for the kernel."""
+        return self.pace is not None and self.pace.holds(self)
+
+    @property
     def needs_writer(self) -> bool:
         """Whether something waits, here or at a link that may have waited for this one."""
-        return self.waiting or (self.pace is not None and self.pace.refuses)
+        return self.waiting or (self.pace is not None and self.pace.holding)
 
     def send(self, frames: Sequence[Frame]) -> Token:
         """Hand a message to the kernel, or as much of it as it takes."""
@@ -227,10 +238,9 @@ class Link:
 
     def flush(self) -> int:
         """Hand over what the kernel and the pace take now, so many bytes; the caller holds the lock."""
-        handed, self.held = 0, False
+        handed = 0
         while self._queue:
             if self.pace is not None and not self.pace.lets(self):
-                self.held = True
                 return handed
             views = self._queue[0].views
             try:
@@ -262,7 +272,7 @@ class Link:
 
     def give_up(self) -> None:
         """The peer is gone: what waits will never leave. The caller holds the lock."""
-        self.broken, self.held = True, False
+        self.broken = True
         for letter in self._queue:
             letter.left = True
         self._queue.clear()

@@ -191,7 +191,8 @@ class PlainSockets:
         """A peer has said its name: send what has waited for that. Raises OSError for a stranger."""
         if len(greeting) != 3 or not hmac.compare_digest(greeting[1], self._secret):
             raise PermissionError("a stranger")
-        peer, lane = bytes(greeting[0]).decode(errors="replace"), LANES[bytes(greeting[2]) == b"bulk"]
+        peer = bytes(greeting[0]).decode(errors="replace")
+        lane: Lane = "bulk" if greeting[2] == b"bulk" else "control"
         self._known(link, peer, lane)
         for frames in self._early.pop((peer, lane), ()):
             link.send(frames)
