@@ -29,14 +29,14 @@ Block = Mapping[str, int | bool | str]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how long; fields as train.py's options. ``compute`` in seconds per step."""
+    """What is trained, and how long; fields as train.py's options."""
 
     model: str
     optimizer: str = "adam"
     batch: int = 1
     warmup: int = 3
     steps: int = 10
-    compute: float = 0.0
+    wait: float | None = None
     slow_rank: int = -1
     given: bool = False
     overlap: bool = False
@@ -55,11 +55,12 @@ class Job:
             "batch": self.batch,
             "warmup": self.warmup,
             "steps": self.steps,
-            "compute": self.compute,
+            "wait": self.wait,
             "slow-rank": self.slow_rank,
         }
         words = ["--engine", engine, "--bell", bell]
-        words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        given = {name: value for name, value in options.items() if value is not None}
+        words += [word for name, value in given.items() for word in (f"--{name}", str(value))]
         flags = {"--given": self.given, "--overlap": self.overlap, "--hold": self.hold}
         return [*words, *(flag for flag, wanted in flags.items() if wanted)]
 

@@ -194,3 +194,23 @@ def mixed(workers: int, further: int, size: float, speed: float) -> float:
     """Seconds at ``best_shares``: 2n(n − 1)M / ((n² + kn − 2k)B) where further servers are fewer than n."""
     beside, on_further = best_shares(workers, further)
     return max(1 + (workers - 2) * beside, workers * on_further) * size / speed
+
+
+def overlapped(computing: float, exchanging: float, layers: int) -> float:
+    """Seconds of a step whose exchange goes on beside computing, in as many equal layers.
+
+    Gradients leave during backward, which is two thirds of computing, the last layer's first. No value leaves
+    before its gradients are all there, nor before every worker has committed the step, after its backward.
+
+    Args:
+        computing: seconds of forward and backward.
+        exchanging: seconds that the network needs for all gradients, or for all values.
+    """
+    forward, backward, part = computing / 3, computing * 2 / 3, exchanging / layers
+    return max(
+        backward + exchanging + forward / layers,  # all values after the commit, then one layer's forward
+        backward + 2 * part + forward,  # the first layer's gradients, its values, then the whole forward
+        (backward + forward) / layers
+        + exchanging
+        + part,  # all gradients, and the values of the last of them
+    )

@@ -101,9 +101,9 @@ class Watched:
         """See Endpoint.traffic."""
         return self._inner.traffic
 
-    def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
+    def send(self, peer: str, lane: Lane, frames: Sequence[Frame], turn: int = 0) -> Token:
         """See Endpoint.send."""
-        return self._inner.send(peer, lane, frames)
+        return self._inner.send(peer, lane, frames, turn)
 
     def recv(self, timeout: float) -> list[Frame] | None:
         """See Endpoint.recv; raises PeerFailed when another member has failed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from math import inf, isclose
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from shoal.limits import (
     limit,
     mixed,
     one_host_each,
+    overlapped,
     rates,
     shards_of,
     step_loads,
@@ -113,6 +115,36 @@ def test_no_division_on_a_grid_is_better(workers: int, further: int) -> None:
     least = mixed(workers, further, SIZE, SPEED)
     assert least <= min(times) * (1 + 1e-9)
     assert min(times) <= least * 1.05  # and the grid comes near it
+
+
+@given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 12), st.randoms())
+def test_no_order_of_values_overlaps_more(
+    computing: float, exchanging: float, layers: int, random: Random
+) -> None:
+    orders = [list(range(layers)), random.sample(range(layers), layers)]
+    least = overlapped(computing, exchanging, layers)
+    assert all(least <= overlap(computing, exchanging, order) * (1 + 1e-9) for order in orders)
+
+
+def test_computing_twice_as_long_as_the_exchange_hides_most_of_it() -> None:
+    best = [1, 0, *range(2, 10)]  # the first layer's gradients are the last to arrive
+    assert isclose(overlapped(2, 1, 10), 2.4) and isclose(overlap(2, 1, best), 2.4)
+
+
+def overlap(computing: float, exchanging: float, order: Sequence[int]) -> float:
+    """Seconds of one step, layer by layer; values leave in the order of layers given, when they may."""
+    layers = len(order)
+    part, backward, forward = exchanging / layers, computing * 2 / 3 / layers, computing / 3 / layers
+    pushed, now, wire = {}, 0.0, 0.0
+    for layer in reversed(range(layers)):
+        now += backward
+        wire = pushed[layer] = max(wire, now) + part
+    arrived, wire = {}, now
+    for layer in order:
+        wire = arrived[layer] = max(wire, pushed[layer]) + part
+    for layer in range(layers):
+        now = max(now, arrived[layer]) + forward
+    return now
 
 
 def test_the_slowest_way_decides() -> None:

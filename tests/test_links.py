@@ -44,6 +44,19 @@ def test_a_link_waits_for_a_slower_one(clock: Clock) -> None:
     assert pace.lets(fast)
 
 
+def test_who_was_given_more_goes_faster(clock: Clock) -> None:
+    pace, (small, large) = Pace(clock), links(2)
+    small.given, large.given = 8 * LEAD, 32 * LEAD
+    assert pace.lets(small) and pace.lets(large)
+    pace.moved(small, 8 * LEAD)
+    pace.moved(large, 28 * LEAD)
+    assert not pace.lets(small) and pace.lets(large)
+    pace.moved(large, 1)
+    assert pace.lets(small)
+    pace.moved(large, 5 * LEAD)
+    assert not pace.lets(large)
+
+
 def test_one_alone_and_one_whose_neighbour_has_nothing_to_send_go_on(clock: Clock) -> None:
     pace, (fast, slow) = Pace(clock), links(2)
     assert pace.lets(slow) and pace.lets(fast)

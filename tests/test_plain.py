@@ -105,6 +105,23 @@ def test_a_token_waits_until_the_kernel_has_the_frames(pair: Pair) -> None:
     assert frames[2] == b"a" * len(payload)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_needed_first_overtakes_what_waits(address: str, early: bool) -> None:
+    server, worker = member("server 0.0", address), member("worker 0.0")
+    if not early:
+        worker.dial("server 0.0", server.bound, 5.0)
+        greet(server, worker)
+    for turn, size in ((7, 50_000_000), (3, 1), (9, 2), (3, 3), (0, 4)):
+        server.send("worker 0.0", "bulk", [bytes([turn]), b"", bytes(size)], turn)
+    if early:
+        worker.dial("server 0.0", server.bound, 5.0)
+        for _ in range(2):
+            assert server.recv(5.0) is None
+    found = [(frames[0][0], len(frames[2])) for frames in take(worker, 5)]
+    assert found == [(7, 50_000_000), (0, 4), (3, 1), (3, 3), (9, 2)]
+    close(server, worker)
+
+
 def test_what_a_server_sends_before_it_was_dialled_arrives(address: str) -> None:
     server, worker = member("server 0.0", address), member("worker 0.0")
     for lane in ("control", "bulk"):

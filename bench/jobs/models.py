@@ -49,24 +49,26 @@ def shape_of(name: str) -> Shape:
     return SHAPES[name]
 
 
-class Wait(torch.autograd.Function):
-    """Takes time in forward and in backward, as a device of its own would, and no processor.
+class Pause(torch.autograd.Function):
+    """A layer's place: its gradients are ones, and what computing would take is waited for.
 
-    It stands in for computing: members of one machine would fight for its few cores.
+    Members of one machine would fight for its few cores; so each waits as for a device of its own.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
-        """A third of the time is the forward's."""
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, seconds: float) -> Tensor:
+        """A third of the time is the forward's; the output (batch × outputs) is zeros."""
+        ctx.save_for_backward(inputs, weight, bias)
         ctx.seconds = seconds
         pause(seconds / 3)
-        return tensor.view_as(tensor)
+        return inputs.new_zeros(len(inputs), len(bias))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Two thirds are the backward's."""
         pause(ctx.seconds * 2 / 3)
-        return gradient, None
+        inputs, weight, bias = ctx.saved_tensors
+        return torch.zeros_like(inputs), torch.ones_like(weight), torch.ones_like(bias), None
 
 
 def calibrated() -> float:
@@ -91,26 +93,25 @@ def pause(seconds: float) -> None:
         time.sleep(seconds - LATE)
 
 
-class Computing(nn.Module):
-    """A layer that takes some seconds for forward and backward together."""
+class Waiting(nn.Linear):
+    """A linear layer that waits some seconds, forward and backward together, and computes nothing."""
 
-    def __init__(self, layer: nn.Module, seconds: float) -> None:
-        super().__init__()
-        self.layer, self.seconds = layer, seconds
+    def __init__(self, inputs: int, outputs: int, seconds: float) -> None:
+        super().__init__(inputs, outputs)
+        self.seconds = seconds
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The layer's output, later."""
-        output: Tensor = Wait.apply(self.layer(inputs), self.seconds)  # type: ignore[no-untyped-call]
-        return output
+    def forward(self, input: Tensor) -> Tensor:
+        """Zeros, later."""
+        found: Tensor = Pause.apply(input, self.weight, self.bias, self.seconds)  # type: ignore[no-untyped-call]
+        return found
 
 
-def make_model(shape: Shape, compute: float = 0.0) -> nn.Module:
-    """Linear layers with ReLU between them; a forward and backward waits ``compute`` seconds in all."""
-    layers: list[nn.Module] = []
+def make_model(shape: Shape, seconds: float | None = None) -> nn.Module:
+    """Linear layers with ReLU between them; or layers that wait ``seconds`` in all instead of computing."""
     pairs = list(zip(shape.widths, shape.widths[1:], strict=False))
-    for inputs, outputs in pairs:
-        layer: nn.Module = nn.Linear(inputs, outputs)
-        layers += [Computing(layer, compute / len(pairs)) if compute else layer, nn.ReLU()]
+    if seconds is not None:
+        return nn.Sequential(*(Waiting(*pair, seconds / len(pairs)) for pair in pairs))
+    layers = [layer for pair in pairs for layer in (nn.Linear(*pair), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 

@@ -59,7 +59,8 @@ def plain(job: argparse.Namespace, rank: int = 0) -> Loop:
     """PyTorch as it is."""
     shape = shape_of(job.model)
     torch.manual_seed(0)
-    model = make_model(shape, job.compute * (job.slow if rank == job.slow_rank else 1.0))
+    slower = job.slow if rank == job.slow_rank else 1.0
+    model = make_model(shape, None if job.wait is None else job.wait * slower)
     optimizer = OPTIMIZERS[job.optimizer](model.parameters(), lr=1e-3)
     if job.given:
         return Loop(model, optimizer, repeat(NOTHING))
@@ -153,11 +154,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--compute", type=float, default=0.0, help="seconds of waiting in each step")
+    parser.add_argument("--wait", type=float, help="seconds of each step, in place of computing")
     parser.add_argument("--slow-rank", type=int, default=-1)
-    parser.add_argument(
-        "--slow", type=float, default=4.0, help="how many times as long the slow rank computes"
-    )
+    parser.add_argument("--slow", type=float, default=4.0, help="how many times as long the slow rank waits")
     parser.add_argument("--given", action="store_true", help="gradients are there without any computation")
     parser.add_argument("--overlap", action="store_true", help="Shoal's step() returns at once")
     parser.add_argument("--hold", action="store_true", help="Shoal pushes at step()")

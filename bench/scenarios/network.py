@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from bench.figures import Claim
+from bench.jobs.models import shape_of
 from bench.lan import Lan, speed
 from bench.scenarios.kinds import Rounds, Scenario, one_group, over, told
 from bench.sides import Block, Job, Side, alone, on_hosts, peers
 from shoal.config import Cluster
-from shoal.limits import Link, all_reduce, best_shares, exchange_loads, limit, one_host_each, step_loads
+from shoal.limits import (
+    Link,
+    all_reduce,
+    best_shares,
+    exchange_loads,
+    limit,
+    one_host_each,
+    overlapped,
+    step_loads,
+)
 from shoal.partition import Parameter, make_plan
 from shoal.topology import Topology
 
-JOB = Job("lan", warmup=2, steps=8)  # 10.5 MB, Adam, no computation but the model's own
+JOB = Job("lan", warmup=2, steps=8, wait=0.0)  # 10.5 MB, Adam; the layers compute nothing
+REAL = replace(JOB, wait=None)
 
 
 def lan(hosts: int, rate: str, slow: dict[int, str] | None = None) -> Callable[[bool], Lan]:
@@ -55,20 +67,33 @@ def rivals(engines: Sequence[str], hosts: int, job: Job, rate: str) -> tuple[Sid
     return tuple(peers(engine, job, hosts, limit=seconds) for engine in engines)
 
 
+def computing(block: Block, hosts: int) -> tuple[Side, Side]:
+    """Shoal and DDP where the layers do compute, on the few cores that all hosts share."""
+    return on_hosts("shoal, computing", REAL, block), peers("ddp, computing", REAL, hosts, engine="ddp")
+
+
+COMPUTING = over(
+    "with layers that compute: step over DDP", ("shoal, computing", "step_s"), ("ddp, computing", "step_s")
+)
+
+
 def allreduce_lan() -> Scenario:
     rate, hosts = "100mbit", 4
+    block = one_group(hosts, hosts, separate=False)
     return Scenario(
         "allreduce-lan",
         "AllReduce, 4 hosts at 100 Mbit, 10.5 MB, Adam",
         (
-            *both(one_group(hosts, hosts, separate=False), JOB, rate),
+            *both(block, JOB, rate),
             *rivals(("ddp", "zero", "fsdp"), hosts, JOB, rate),
+            *computing(block, hosts),
         ),
         (
             over("step over DDP", ("shoal", "step_s"), ("ddp", "step_s"), 1.0),
             with_curve("step over DDP", ("ddp", "step_s")),
             over("step over DDP with ZeRO", ("shoal", "step_s"), ("zero", "step_s")),
             over("step over FSDP2", ("shoal", "step_s"), ("fsdp", "step_s")),
+            COMPUTING,
             over("optimizer memory over DDP", ("shoal", "state_bytes"), ("ddp", "state_bytes"), 0.30),
         ),
         network=lan(hosts, rate),
@@ -76,19 +101,21 @@ def allreduce_lan() -> Scenario:
 
 
 def sandblaster_lan() -> Scenario:
-    rate = "100mbit"
+    rate, block = "100mbit", one_group(4, 4, separate=True)
     return Scenario(
         "sandblaster-lan",
         "Sandblaster, 4 workers and 4 servers on 8 hosts at 100 Mbit, 10.5 MB, Adam; DDP on 4 of them",
         (
-            *both(one_group(4, 4, separate=True), JOB, rate),
+            *both(block, JOB, rate),
             *rivals(("ddp",), 4, JOB, rate),
+            *computing(block, 4),
         ),
         (
             told("step over the limit", ("shoal", "of_limit"), 1.15),
             over("step over DDP", ("shoal", "step_s"), ("ddp", "step_s"), 0.75),
             with_curve("step over the limit", ("shoal, curve", "limit_s")),
             with_curve("step over DDP", ("ddp", "step_s")),
+            COMPUTING,
         ),
         network=lan(8, rate),
     )
@@ -138,8 +165,8 @@ def downpour(groups: int) -> Block:
 
 def _downpour(name: str, about: str, job: Job, slow: dict[int, str]) -> Scenario:
     """Three groups, the last one slow, together and each of the two kinds alone on the same hosts."""
-    fast = Job(job.model, job.optimizer, steps=job.steps, compute=job.compute)
-    lone = Job(**{**vars(job), "slow_rank": 0 if job.slow_rank == 2 else -1, "steps": max(4, job.steps // 4)})
+    fast = replace(job, slow_rank=-1)
+    lone = replace(job, slow_rank=0 if job.slow_rank == 2 else -1, steps=max(4, job.steps // 4))
     return Scenario(
         name,
         about,
@@ -170,7 +197,7 @@ def downpour_nic() -> Scenario:
         "downpour-nic",
         "Downpour, 3 groups of 1 worker on 3 servers, 6 hosts at 100 Mbit, one group's host at 25; 10.5 MB, "
         "Adam, 0.8 s of computation per step",
-        Job("lan", steps=16, compute=0.8),
+        Job("lan", steps=16, wait=0.8),
         {2: "25mbit"},
     )
 
@@ -180,22 +207,22 @@ def downpour_compute() -> Scenario:
         "downpour-compute",
         "Downpour, 3 groups of 1 worker on 3 servers, 6 hosts at 100 Mbit; 10.5 MB, Adam, 0.8 s of "
         "computation per step, in one group 3.2 s",
-        Job("lan", steps=16, compute=0.8, slow_rank=2),
+        Job("lan", steps=16, wait=0.8, slow_rank=2),
         {},
     )
 
 
 def hogwild_lan() -> Scenario:
     """The shortest interval is that at which an exchange takes no longer than the rounds between two."""
-    rate, hosts, compute = "10mbit", 4, 0.05
-    job = Job("mnist", steps=400, compute=compute)
+    rate, hosts, wait = "10mbit", 4, 0.05
+    job = Job("mnist", steps=400, wait=wait)
     groups: Block = {"nworker_groups": hosts, "nserver_groups": hosts}
     topology = Topology.of(Cluster(nworker_groups=hosts, nserver_groups=hosts))
     places = one_host_each(topology)
     plan = make_plan([Parameter("all", (job.nbytes // 4,), "float32")], [], 1, hosts)
     links = dict.fromkeys(places.values(), Link(speed(rate), speed(rate)))
     seconds = limit(exchange_loads(topology, places, plan), links).seconds
-    interval = math.ceil(seconds / compute)
+    interval = math.ceil(seconds / wait)
     return Scenario(
         "hogwild-lan",
         "Distributed Hogwild, 4 hosts at 10 Mbit, MNIST MLP (0.8 MB), Adam, 50 ms of computation per step; "
@@ -217,8 +244,9 @@ def overlap_lan() -> Scenario:
     rate = "100mbit"
     block = one_group(4, 4, separate=True)
     seconds = least(block, JOB, rate)
-    job = Job("lan", warmup=2, steps=8, compute=2 * seconds)
-    learned = Job("lan", warmup=2, steps=8, compute=2 * seconds, overlap=True)
+    job = replace(JOB, wait=2 * seconds)
+    learned = replace(job, overlap=True)
+    layers = len(shape_of(job.model).widths) - 1
     return Scenario(
         "overlap-lan",
         "Sandblaster, 4 workers and 4 servers on 8 hosts at 100 Mbit, 10.5 MB, Adam, computation "
@@ -226,7 +254,7 @@ def overlap_lan() -> Scenario:
         (
             alone("computation alone", job),
             on_hosts("shoal", job, block),
-            on_hosts("shoal, overlap=True", learned, block),
+            on_hosts("shoal, overlap=True", learned, block, limit=overlapped(2 * seconds, seconds, layers)),
             peers("ddp", job, 4),
         ),
         (
@@ -236,6 +264,7 @@ def overlap_lan() -> Scenario:
                 ("computation alone", "step_s"),
                 1.08,
             ),
+            told("step over its limit, overlap=True", ("shoal, overlap=True", "of_limit")),
             over("step over computation alone", ("shoal", "step_s"), ("computation alone", "step_s")),
             over("DDP's step over computation alone", ("ddp", "step_s"), ("computation alone", "step_s")),
         ),
@@ -245,7 +274,7 @@ def overlap_lan() -> Scenario:
 
 def wire_dtype_lan() -> Scenario:
     """Interfaces count headers as well, so bytes do not fall quite as the numbers' sizes do."""
-    rate, job = "100mbit", Job("lan", steps=4)
+    rate, job = "100mbit", replace(JOB, steps=4)
     block = one_group(2, 2, separate=True)
     sides = [on_hosts("float32", job, block, limit=least(block, job, rate))]
     claims = []

@@ -51,8 +51,13 @@ class Endpoint(Protocol):
         """Payload bytes sent so far, by receiver."""
         ...
 
-    def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
-        """Send header, body and raw frames to a peer; never blocks, never drops."""
+    def send(self, peer: str, lane: Lane, frames: Sequence[Frame], turn: int = 0) -> Token:
+        """Send header, body and raw frames to a peer; never blocks, never drops.
+
+        Args:
+            turn: of what waits on the lane, messages with a smaller one leave first where the transport can
+                choose.
+        """
         ...
 
     def recv(self, timeout: float) -> list[Frame] | None:
@@ -100,6 +105,7 @@ class Post:
             self.endpoint.traffic[peer] += memoryview(frames[0]).nbytes
             frames = ()
         lane: Lane = "bulk" if kind in BULK and not place else "control"
+        turn = fields.get("chunk", 0) if kind is Kind.VALUES else 0  # a forward needs the first chunks first
         header = Header(
             kind=kind,
             run=self._run,
@@ -110,7 +116,7 @@ class Post:
             sent=time.time(),
             **fields,
         )
-        return self.endpoint.send(peer, lane, encode(header, body, frames))
+        return self.endpoint.send(peer, lane, encode(header, body, frames), turn)
 
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""

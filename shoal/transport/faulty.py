@@ -30,7 +30,7 @@ class Faulty:
         self.fates: Counter[str] = Counter()
         self._inner = inner
         self._judge = judge
-        self._held: list[tuple[str, Lane, Sequence[Frame]]] = []
+        self._held: list[tuple[str, Lane, Sequence[Frame], int]] = []
         self._open = False
         self._lock = threading.Lock()
 
@@ -44,7 +44,7 @@ class Faulty:
         """The wrapped endpoint's."""
         return self._inner.memory
 
-    def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
+    def send(self, peer: str, lane: Lane, frames: Sequence[Frame], turn: int = 0) -> Token:
         """See Endpoint.send; the judge may decide otherwise."""
         with self._lock:
             fate: Fate = "deliver" if self._open else self._judge(_decoder.decode(frames[0]), peer)
@@ -52,18 +52,18 @@ class Faulty:
             if fate == "lose":
                 return Released()
             if fate == "hold":
-                self._held.append((peer, lane, [bytes(frame) for frame in frames]))
+                self._held.append((peer, lane, [bytes(frame) for frame in frames], turn))
                 return Released()
             if fate == "double":
-                self._inner.send(peer, lane, frames)
-            return self._inner.send(peer, lane, frames)
+                self._inner.send(peer, lane, frames, turn)
+            return self._inner.send(peer, lane, frames, turn)
 
     def open(self) -> None:
         """Deliver what is held, and from now on everything."""
         with self._lock:
             self._open = True
-            for peer, lane, frames in self._held:
-                self._inner.send(peer, lane, frames)
+            for held in self._held:
+                self._inner.send(*held)
             self._held.clear()
 
     def recv(self, timeout: float) -> list[Frame] | None:

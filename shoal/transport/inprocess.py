@@ -61,7 +61,7 @@ class InProcess:
         self._hub = hub
         self._mailbox = hub.mailbox(name)
 
-    def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
+    def send(self, peer: str, lane: Lane, frames: Sequence[Frame], turn: int = 0) -> Token:
         """See Endpoint.send."""
         raw = [bytes(frame) for frame in frames[2:]]
         self.traffic[peer] += sum(map(len, raw))

@@ -30,10 +30,10 @@ _COUNT = struct.Struct("<Q")
 class _Letter:
     """A message on its way out, and the token that says when the kernel has taken its last byte."""
 
-    __slots__ = ("_some_left", "left", "views")
+    __slots__ = ("_some_left", "left", "turn", "views")
 
-    def __init__(self, views: list[memoryview], some_left: threading.Condition) -> None:
-        self.views, self.left = views, False
+    def __init__(self, views: list[memoryview], turn: int, some_left: threading.Condition) -> None:
+        self.views, self.turn, self.left = views, turn, False
         self._some_left = some_left
 
     def wait(self, timeout: float) -> bool:
@@ -133,7 +133,9 @@ class Pace:
     """Keeps links side by side: none gets far ahead of the slowest.
 
     TCP divides a line evenly in the long run only; meanwhile one server would have a chunk of all workers and
-    another would wait for the last. A link that has come to a standstill is not waited for.
+    another would wait for the last. Nor is even what is wanted where one server has more of the model than
+    another: all are to be done at once, so each goes at the rate of what it was given so far. A link that
+    has come to a standstill is not waited for.
 
     Args:
         clock: seconds.
@@ -142,7 +144,7 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._handed: dict[Link, int] = {}  # bytes, counted from when all were level
+        self._handed: dict[Link, float] = {}  # as a part of what each was given, from when all were level
         self._moved: dict[Link, float] = {}
         self._held: set[Link] = set()
 
@@ -161,16 +163,16 @@ class Pace:
             now = self._clock()
             if link not in self._handed:
                 self._handed[link], self._moved[link] = self._slowest(now), now
-            ahead = self._handed[link] - self._slowest(now) >= LEAD
+            ahead = (self._handed[link] - self._slowest(now)) * link.given >= LEAD
             if ahead:
                 self._held.add(link)
             else:
                 self._held.discard(link)
             return not ahead
 
-    def _slowest(self, now: float) -> int:
+    def _slowest(self, now: float) -> float:
         moving = (n for link, n in self._handed.items() if now - self._moved[link] < STANDSTILL)
-        return min(moving, default=max(self._handed.values(), default=0))
+        return min(moving, default=max(self._handed.values(), default=0.0))
 
     def moved(self, link: Link, count: int) -> None:
         """The kernel has taken so many bytes of a link."""
@@ -178,7 +180,7 @@ class Pace:
             now = self._clock()
             stood = now - self._moved[link] >= STANDSTILL
             level = max(self._handed[link], self._slowest(now)) if stood else self._handed[link]
-            self._handed[link], self._moved[link] = level + count, now
+            self._handed[link], self._moved[link] = level + count / link.given, now
 
     def leave(self, link: Link) -> None:
         """A link has nothing to send."""
@@ -193,6 +195,7 @@ class Link:
 
     Attributes:
         pace: what it keeps beside other links, if anything.
+        given: bytes that were to be sent so far; at first all links count as alike.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -201,6 +204,7 @@ class Link:
         self.peer = ""
         self.lane: Lane = "control"
         self.pace: Pace | None = None
+        self.given = LEAD
         self.lock = threading.Lock()
         self.broken = False
         self._queue: deque[_Letter] = deque()  # the first may have left in part
@@ -221,20 +225,27 @@ class Link:
         """Whether something waits, here or at a link that may have waited for this one."""
         return self.waiting or (self.pace is not None and self.pace.holding)
 
-    def send(self, frames: Sequence[Frame]) -> Token:
-        """Hand a message to the kernel, or as much of it as it takes."""
+    def send(self, frames: Sequence[Frame], turn: int = 0) -> Token:
+        """Hand a message to the kernel, or as much of it as it takes; see Endpoint.send."""
         views = [memoryview(frame).cast("B") for frame in frames]
         prefix = struct.pack(f"<{len(views) + 1}Q", len(views), *[view.nbytes for view in views])
-        letter = _Letter([memoryview(prefix), *views], self._some_left)
+        letter = _Letter([memoryview(prefix), *views], turn, self._some_left)
         with self.lock:
             if self.broken:
                 letter.left = True
                 return letter
-            idle = not self._queue
-            self._queue.append(letter)
-            if idle:
+            self.given += sum(view.nbytes for view in views)
+            self._enqueue(letter)
+            if self._queue[0] is letter:
                 self.flush()
         return letter
+
+    def _enqueue(self, letter: _Letter) -> None:
+        """Let it overtake what has a later turn, but not the first, which may have left in part."""
+        place = len(self._queue)
+        while place > 1 and self._queue[place - 1].turn > letter.turn:
+            place -= 1
+        self._queue.insert(place, letter)
 
     def flush(self) -> int:
         """Hand over what the kernel and the pace take now, so many bytes; the caller holds the lock."""

@@ -62,7 +62,7 @@ class PlainSockets:
         self._links: dict[tuple[str, Lane], Link] = {}
         self._dialled: set[str] = set()
         self._by_file: dict[int, Link] = {}
-        self._early: defaultdict[tuple[str, Lane], list[list[Frame]]] = defaultdict(list)
+        self._early: defaultdict[tuple[str, Lane], list[tuple[list[Frame], int]]] = defaultdict(list)
         self._arrived: dict[Lane, deque[list[Frame]]] = {"control": deque(), "bulk": deque()}
         self._poll = select.poll()
         self._listener: socket.socket | None = None
@@ -131,20 +131,20 @@ class PlainSockets:
         link.peer, link.lane = peer, lane
         self._links[peer, lane] = link
 
-    def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
+    def send(self, peer: str, lane: Lane, frames: Sequence[Frame], turn: int = 0) -> Token:
         """See Endpoint.send."""
         self._check_process()
         payload = sum(memoryview(frame).nbytes for frame in frames[2:])
         self.traffic[peer] += payload
         link = self._links.get((peer, lane))
         if link is None:  # it has not dialled yet
-            self._early[peer, lane].append([bytes(frame) for frame in frames])
+            self._early[peer, lane].append(([bytes(frame) for frame in frames], turn))
             return Released()
         if link.broken:
             if peer in self._dialled:
                 return Released()
             raise PeerFailed(f"{peer} cannot be reached any more", member=self.name)
-        token = link.send(frames)
+        token = link.send(frames, turn)
         if link.needs_writer:
             self._writer.watch(link)
         return token
@@ -194,8 +194,8 @@ class PlainSockets:
         peer = bytes(greeting[0]).decode(errors="replace")
         lane: Lane = "bulk" if greeting[2] == b"bulk" else "control"
         self._known(link, peer, lane)
-        for frames in self._early.pop((peer, lane), ()):
-            link.send(frames)
+        for frames, turn in self._early.pop((peer, lane), ()):
+            link.send(frames, turn)
         if link.waiting:
             self._writer.watch(link)
 

@@ -116,7 +116,7 @@ class Sockets:
             ) from None
         return socket
 
-    def send(self, peer: str, lane: Lane, frames: Sequence[Frame]) -> Token:
+    def send(self, peer: str, lane: Lane, frames: Sequence[Frame], turn: int = 0) -> Token:
         """See Endpoint.send."""
         payload = sum(memoryview(frame).nbytes for frame in frames[2:])
         self.traffic[peer] += payload
