@@ -85,12 +85,13 @@ def measure(scenario: Scenario, rounds: int | None = None, *, even: bool = True)
             for side in scenario.sides:
                 print(f"{scenario.name} {turn + 1}/{count}: {side.name}", file=sys.stderr, flush=True)
                 turns[-1][side.name] = side.figures(lan)
+    uneven = () if even else ("--uneven",)
     return Result(
-        scenario=scenario.name,
-        about=scenario.about,
+        scenario=" ".join((scenario.name, *uneven)),
+        about=scenario.about if even else f"{scenario.about}; TCP as the system has it",
         machine=machine(),
         date=time.strftime("%Y-%m-%d"),
-        command=shlex.join(["python", "-m", "bench", scenario.name, *([] if even else ["--uneven"])]),
+        command=shlex.join(["python", "-m", "bench", scenario.name, *uneven]),
         rounds=count,
         sides=together(turns),
         ratios=[judged(claim, turns) for claim in scenario.claims],

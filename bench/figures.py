@@ -30,6 +30,8 @@ MEANING = {
     "host_in": "bytes per step into the busiest host",
     "host_out": "bytes per step out of the busiest host",
     "accuracy": "of the trained model, on test data",
+    "loss": "of the trained model, on test data: the mean cross-entropy, in nats",
+    "whole_s": "seconds from the command to its end",
     "sent_bytes": "bytes of gradients and values that members sent each other, over the whole run",
     "interval": "rounds between two exchanges of a chunk between server groups",
     "resent": "shares that were sent again, over the whole run; 0 where nothing was lost or late",

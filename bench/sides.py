@@ -156,8 +156,9 @@ def _summarised(path: Path) -> dict[str, float]:
         found["resent"] = float(resent)
     if (interval := summary["sync"]["interval"]) is not None:
         found["interval"] = interval
-    if (accuracy := summary["final"].get("test_accuracy")) is not None:
-        found["accuracy"] = accuracy
+    if "test_accuracy" in summary["final"]:
+        found |= {"accuracy": summary["final"]["test_accuracy"], "loss": summary["final"]["test_loss"]}
+        found["whole_s"] = summary["wall_seconds"]
     found["sent_bytes"] = float(sum(link["bytes"] for link in summary["traffic"]))
     return found
 

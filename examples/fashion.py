@@ -73,13 +73,16 @@ loader = run.loader(train, batch_size=arguments.batch)
 
 
 @torch.no_grad()
-def accuracy() -> float:
+def tested() -> tuple[float, float]:
+    """The part of the test's pictures that are told right, and the mean loss."""
     model.eval()
-    right = 0
+    right = lost = 0.0
     for pictures, classes in zip(*(part.split(500) for part in test.tensors), strict=True):
-        right += int((model(pictures).argmax(1) == classes).sum())
+        scores = model(pictures)
+        right += float((scores.argmax(1) == classes).sum())
+        lost += float(F.cross_entropy(scores, classes, reduction="sum"))
     model.train()
-    return right / len(test)
+    return right / len(test), lost / len(test)
 
 
 for _ in run.epochs(arguments.epochs):
@@ -90,9 +93,9 @@ for _ in run.epochs(arguments.epochs):
         optimizer.step()
         run.log(loss=loss)
 
-result = run.evaluate(accuracy)
-run.log(test_accuracy=result)
+accuracy, test_loss = run.evaluate(tested)
+run.log(test_accuracy=accuracy, test_loss=test_loss)
 if run.is_main:
-    print(f"test accuracy {result:.4f}")
+    print(f"test accuracy {accuracy:.4f}")
 if arguments.save:
     run.save(arguments.save)

@@ -157,7 +157,7 @@ def cpu_scenario() -> Scenario:
 
 def wire_dtype_scenario() -> Scenario:
     block: Block = {**one_group(2, 2, separate=True), "transport": "tcp", "share_memory": False}
-    dtypes = {"float32": None, "bfloat16": 1.9, "int8": 3.5, "topk": None}
+    dtypes = {"float32": None, "bfloat16": 1.9, "float16": None, "int8": 3.5, "topk": None}
     sides, claims = [], []
     for dtype, bound in dtypes.items():
         sides.append(example(dtype, "fashion.py", {**block, "wire_dtype": dtype}))
@@ -165,7 +165,8 @@ def wire_dtype_scenario() -> Scenario:
             what = ("float32", "sent_bytes"), (dtype, "sent_bytes")
             claims.append(over(f"{dtype}: fewer bytes, both directions", *what, bound, "more"))
             claims.append(_points_lost(dtype, 0.5 if bound else None))
-    about = "Fashion-MNIST, one epoch of examples/fashion.py, 2 workers and 2 servers: bytes and accuracy"
+            claims.append(over(f"{dtype}: loss over float32's", (dtype, "loss"), ("float32", "loss")))
+    about = "Fashion-MNIST, one epoch of examples/fashion.py, 2 workers and 2 servers: bytes, accuracy, loss"
     return Scenario("wire-dtype", about, tuple(sides), tuple(claims), rounds=1)
 
 
