@@ -230,7 +230,7 @@ def hogwild_lan() -> Scenario:
         (
             on_hosts("shoal", job, {**groups, "sync_freq": interval}),
             on_hosts("no exchange", job, {"nworker_groups": hosts, "nserver_groups": 0}),
-            peers("ddp", job, hosts, limit=all_reduce(hosts, job.nbytes, speed(rate))),
+            peers("ddp", replace(job, steps=20), hosts, limit=all_reduce(hosts, job.nbytes, speed(rate))),
         ),
         (
             over("rate over that without network", ("shoal", "rate"), ("no exchange", "rate"), 0.95, "more"),
