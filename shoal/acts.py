@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from shoal.ledger import Life
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """A worker's gradient of one chunk in one step arrived; the payload stays with the caller."""
 
     life: Life
@@ -19,8 +19,7 @@ class Share:
     base: int
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
+class Norm(Struct, frozen=True):
     """A worker asks for the norm of its group's averaged gradient; fields as in Commit.
 
     Attributes:
@@ -37,8 +36,7 @@ class Norm:
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Struct, frozen=True):
     """A worker's word about one step of one optimizer.
 
     Attributes:
@@ -60,8 +58,7 @@ class Commit:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(Struct, frozen=True):
     """A worker still lacks a chunk's values of a step; `whole`: it could not use a difference."""
 
     life: Life
@@ -70,23 +67,20 @@ class Pull:
     whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Struct, frozen=True):
     """A worker (again) takes part, in this life."""
 
     life: Life
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Struct, frozen=True):
     """A worker ends its loop, having pushed `total` shares to this server in this life."""
 
     life: Life
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(Struct, frozen=True):
     """A group is declared gone."""
 
     group: int
@@ -95,15 +89,13 @@ class Gone:
 Event = Share | Norm | Commit | Pull | Join | Leave | Gone
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(Struct, frozen=True):
     """Keep the payload of this share."""
 
     share: Share
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Struct, frozen=True):
     """Forget the payload held for a worker's chunk."""
 
     group: int
@@ -111,8 +103,7 @@ class Release:
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class Average:
+class Average(Struct, frozen=True):
     """How the shares of a round combine.
 
     Attributes:
@@ -130,8 +121,7 @@ class Average:
     touched: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Struct, frozen=True):
     """Update the chunk with the average; `staleness` in versions of the chunk."""
 
     average: Average
@@ -139,8 +129,7 @@ class Apply:
     staleness: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """Send the chunk's present values to every worker of the group, the same bytes to all."""
 
     chunk: int
@@ -150,8 +139,7 @@ class Reply:
     staleness: int
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """Send one worker once more what its group was sent; `whole`: not as a difference."""
 
     chunk: int
@@ -161,8 +149,7 @@ class Answer:
     whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """Ask a worker to send a share once more; chunk -1 = its commit."""
 
     group: int
@@ -171,8 +158,7 @@ class Ask:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(Struct, frozen=True):
     """Tell a waiting worker for which ranks of its group, and which slower groups, the server waits."""
 
     group: int
@@ -182,8 +168,7 @@ class Tell:
     groups: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(Struct, frozen=True):
     """Answer the group's question for the norm: over these averages, or "not finite" (None)."""
 
     group: int
@@ -192,30 +177,26 @@ class Measure:
     averages: tuple[Average, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(Struct, frozen=True):
     """Every worker of the group has left."""
 
     group: int
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(Struct, frozen=True):
     """A group that had left takes part again."""
 
     group: int
 
 
-@dataclass(frozen=True, slots=True)
-class Warm:
+class Warm(Struct, frozen=True):
     """The first group's warm-up is over: the other groups begin."""
 
 
 Action = Hold | Release | Apply | Reply | Answer | Ask | Tell | Measure | Left | Returned | Warm
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
+class Owned(Struct, frozen=True):
     """What admission has to know of a chunk: its optimizer, and whether it is a buffer's."""
 
     optimizer: int

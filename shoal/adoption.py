@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shoal.errors import UsageError
 from shoal.own import OwnStepper
@@ -61,6 +63,23 @@ class _Adopted:
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
 
+_heard_step = torch.optim.Optimizer.profile_hook_step(_Adopted.step)
+
+
+@wraps(_Adopted.step)
+def _step(self: Any, *args: Any, **keywords: Any) -> Any:
+    """What torch makes of a class's step; where no hook is to run and nothing is profiled, the step itself.
+
+    Naming every step for a profiler takes longer than all that one worker beside its server does.
+    """
+    hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+    heard = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    step = _heard_step if heard or torch.autograd._profiler_enabled() else _Adopted.step
+    return step(self, *args, **keywords)
+
+
+_step.hooked = True  # type: ignore[attr-defined]
+
 _EARLIER = (
     "give the optimizer all parameters before run.prepare(); those that are to train later may wait with "
     "requires_grad_(False)"
@@ -87,10 +106,8 @@ def adopt(
     wrapped anew around the new one.
     """
     cls = type(optimizer)
-    hooked = torch.optim.Optimizer.profile_hook_step(_Adopted.step)
-    hooked.hooked = True  # type: ignore[attr-defined]
     members = {
-        "step": hooked,
+        "step": _step,
         "stepper": stepper,
         "note": staticmethod(note),
         "sizes": [len(group["params"]) for group in optimizer.param_groups],

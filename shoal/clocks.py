@@ -41,10 +41,9 @@ class Clocks:
 
     def allow(self, group: int, chunk: int) -> bool:
         """Whether the group may have the chunk's values of its last closed step."""
-        slowest = self.slowest(chunk)
-        if self._max_delay is None or not slowest:
+        if self._max_delay is None or not self.live:
             return True
-        return self.at(group, chunk) - self.at(slowest[0], chunk) <= self._max_delay
+        return self.at(group, chunk) - self.at(self.slowest(chunk)[0], chunk) <= self._max_delay
 
     def join(self, group: int) -> None:
         """The group takes part (again), level with the slowest of the others."""

@@ -5,7 +5,9 @@ Each error says what happened, where (member and step, where known) and what to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -108,6 +110,21 @@ class PeerFailed(ShoalError):
 
 class LaunchError(ShoalError):
     """Members could not be started, or one ended before its time."""
+
+
+@contextmanager
+def enough_files(member: str | None = None) -> Iterator[None]:
+    """Raise LaunchError where a process may not open another file or socket."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise LaunchError(
+            f"this process may not open another file or socket ({error.strerror})",
+            member=member,
+            remedy="raise the limit before the start, as in `ulimit -n 65536`; each peer takes two sockets",
+        ) from None
 
 
 class Stopped(SystemExit):

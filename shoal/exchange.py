@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.codecs import EXACT, Coded, Coding
 from shoal.config import Timeouts
 from shoal.errors import WaitTimeout
 from shoal.feedback import Copies, Residuals
 from shoal.leases import Ask, Block
-from shoal.parameters import codec_of, frames_of
+from shoal.parameters import Frames, codec_of, frames_of
 from shoal.partition import Chunk, Plan
 from shoal.rows import Content
 from shoal.topology import Member, Topology
@@ -64,8 +65,15 @@ class Exchange:
         self._post, self._timeouts = post, timeouts
         post.plan = plan.digest
         self._servers = [server.name for server in topology.servers_of(member)]
+        self._chunks: dict[int, list[Chunk]] = {}
+        self._owned: dict[int, dict[str, set[int]]] = {}
+        for chunk in plan.chunks:
+            self._chunks.setdefault(chunk.optimizer, []).append(chunk)
+            owned = self._owned.setdefault(chunk.optimizer, {server: set() for server in self._servers})
+            owned[self.server_of(chunk.number)].add(chunk.number)
         self._numbers: Counter[int] = Counter()
         self._sent: dict[int, Content | Coded] = {}
+        self._frames = Frames()
         self._residuals = Residuals(coding)
         self._decided: dict[int, Decision] = {}
         self._tokens: dict[int, Token] = {}
@@ -124,9 +132,9 @@ class Exchange:
             self._numbers[chunk.number] = 0
         return self.steps[optimizer] + 1
 
-    def chunks_of(self, optimizer: int) -> Iterable[Chunk]:
+    def chunks_of(self, optimizer: int) -> Sequence[Chunk]:
         """The chunks that belong to an optimizer."""
-        return (chunk for chunk in self.plan.chunks if chunk.optimizer == optimizer)
+        return self._chunks.get(optimizer, ())
 
     def share(self, chunk: Chunk, slot: Content, touched: Collection[int] = ()) -> None:
         """Push the gradient in the slot; the slot belongs to the wire until the chunk's values arrive.
@@ -138,14 +146,15 @@ class Exchange:
         self._numbers[number] += 1
         self._totals[self.server_of(number)] += 1
         self._sent[number] = self._residuals.encode(chunk, slot, touched)
-        self._send_share(chunk)
+        self._send_share(chunk, early=True)
 
-    def _send_share(self, chunk: Chunk) -> None:
+    def _send_share(self, chunk: Chunk, early: bool = False) -> None:
         number = chunk.number
         self._tokens[number] = self._post.send(
             self.server_of(number),
             Kind.SHARE,
-            frames=frames_of(self._sent[number]),
+            frames=self._frames.of(number, self._sent[number]),
+            early=early,
             group=self.member.group,
             step=self.steps[chunk.optimizer] + 1,
             number=self._numbers[number],
@@ -234,16 +243,15 @@ class Exchange:
         """The last committed step of an optimizer; its values may still be on their way."""
         return self.steps[optimizer] + (optimizer in self._waiter.opened)
 
-    def wait(self, optimizer: int, chunks: Collection[int] | None = None) -> Outcome:
-        """Wait for the new values of all chunks of the optimizer; the committed step is then over.
-
-        Args:
-            chunks: wait for these only, and the step is not over yet.
-        """
+    def come(self, optimizer: int, chunks: Collection[int]) -> Outcome:
+        """Wait until new values of some of these chunks are here; what has come of the step so far."""
         wait = self._waiter.opened[optimizer]
-        if chunks is not None:
-            self._waiter.until(wait, lambda: wait.chunks.isdisjoint(chunks))
-            return wait.outcome
+        self._waiter.until(wait, lambda: not wait.chunks.issuperset(chunks))
+        return wait.outcome
+
+    def wait(self, optimizer: int) -> Outcome:
+        """Wait for the new values of all chunks of the optimizer; the committed step is then over."""
+        wait = self._waiter.opened[optimizer]
         self._waiter.until(wait, lambda: not wait.chunks)
         del self._waiter.opened[optimizer]
         self.steps[optimizer] = wait.step
@@ -253,10 +261,7 @@ class Exchange:
         return wait.outcome
 
     def _by_server(self, optimizer: int) -> dict[str, set[int]]:
-        found: dict[str, set[int]] = {server: set() for server in self._servers}
-        for chunk in self.chunks_of(optimizer):
-            found[self.server_of(chunk.number)].add(chunk.number)
-        return found
+        return self._owned.get(optimizer) or {server: set() for server in self._servers}
 
     # Between steps, and the end.
 
@@ -301,8 +306,8 @@ class Exchange:
             for chunk in edited.keys() - wait.stored:
                 if self.server_of(chunk) == server:
                     frames = [frame for content in edited[chunk] for frame in frames_of(content)]
-                    fields = {"group": self.member.group, "chunk": chunk, "number": self._edits}
-                    self._post.send(server, Kind.INIT, Init(), frames, **fields)
+                    fields: dict[str, Any] = {"group": self.member.group, "number": self._edits}
+                    self._post.send(server, Kind.INIT, Init(), frames, chunk=chunk, **fields)
 
         wait.again = send
         for server in servers:

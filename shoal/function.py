@@ -18,6 +18,7 @@ from shoal.errors import LaunchError, UsageError
 from shoal.events import read
 from shoal.launcher.local import Job
 from shoal.launcher.local import launch as run_job
+from shoal.launcher.process import ForkProcess
 from shoal.rundir import RunDir
 from shoal.topology import Topology
 
@@ -59,7 +60,8 @@ def launch(
             remedy="pass numbers, text, lists or dicts, and build the rest inside the function",
         ) from None
     directory = RunDir.create(path)
-    status = run_job(Job(config, __file__, (*what, json.dumps(sys.path)), directory))
+    with ForkProcess() as process:
+        status = run_job(Job(config, __file__, (*what, json.dumps(sys.path)), directory), process)
     if status:
         summary = json.loads(directory.summary.read_text())
         raise LaunchError(f"the run {summary['status']}: {summary['reason']}", remedy=f"see {directory.path}")

@@ -106,19 +106,19 @@ class OwnStepper:
     ) -> None:
         self.number, self.staleness, self.stop = number, 0, False
         self._optimizer, self._replica, self._exchange, self._loop = optimizer, replica, exchange, loop
-        own: Any = type(optimizer).step
-        self._own_step: Callable[[Any], Any] = getattr(own, "__wrapped__", own)  # its hooks run around ours
+        self._own_step = _bare_step(optimizer)
         self._chunks = list(exchange.chunks_of(number))
         self._full = sum(chunk.buffer is None for chunk in self._chunks)
         rows = {p.parameter: chunk.row for chunk in self._chunks for p in chunk.pieces}
         self._names = [replica.plan.parameters[index].name for index in rows]
         self._tensors = [replica.tensors[index] for index in rows]
         self._rows = list(rows.values())
-        self._fused = sum(t.numel() for t in self._tensors) <= SMALL and not any(self._rows)
+        self._tables = any(self._rows)
+        self._fused = sum(t.numel() for t in self._tensors) <= SMALL and not self._tables
         self._fused &= all(tensor.dtype in (torch.float32, torch.float64) for tensor in self._tensors)
         self._fused &= len({tensor.device for tensor in self._tensors}) == 1
         device = self._tensors[0].device if self._tensors else None
-        self._found, self._one = torch.ones(1, device=device), torch.ones(1, device=device)
+        self._found, self._one = torch.zeros(1, device=device), torch.ones(1, device=device)
         self._skips = Skips(optimizer, exchange.member.name, loop)
         self._coefficient, self._clipped = 1.0, list[Any]()
         self.limit: float | None = None
@@ -136,8 +136,7 @@ class OwnStepper:
         good = not counts or self._finite(gradients)
         if counts and good:
             self._scale(gradients, loss_scale(scaler, self._optimizer))
-            with torch.no_grad():
-                self._own_step(self._optimizer)
+            self._own_step(self._optimizer)
         exchange.closed(self._chunks, self._shares(len(gradients)) if counts else 0, good)
         exchange.steps[self.number] = step
         self._skips.judge(not good, step, scaler)
@@ -176,21 +175,24 @@ class OwnStepper:
 
     def remember(self, step: int, pending: Collection[int] = ()) -> None:
         """Note the model as it is now, to notice what the script changes before `step`."""
-        self._seen = [(tensor.data_ptr(), tensor._version) for tensor in self._tensors]
-        self._prints = [fingerprint(tensor) for tensor in self._tensors] if thorough(step) else []
+        self._seen = self._look(step)
+
+    def _look(self, step: int) -> list[tuple[int, ...]]:
+        look: list[tuple[int, ...]] = [(tensor.data_ptr(), tensor._version) for tensor in self._tensors]
+        if thorough(step):
+            look = [(*seen, fingerprint(t)) for seen, t in zip(look, self._tensors, strict=True)]
+        return look
 
     def _check(self, step: int) -> None:
-        seen, prints = self._seen, self._prints
-        self.remember(step)
-        if (seen, prints) != (self._seen, self._prints):
-            pairs = zip(seen, self._seen, prints or seen, self._prints or self._seen, strict=True)
-            index = next(i for i, (a, b, c, d) in enumerate(pairs) if (a, c) != (b, d))
+        seen, self._seen = self._seen, self._look(step)
+        if seen != self._seen:
+            index = next(i for i, (a, b) in enumerate(zip(seen, self._seen, strict=True)) if a != b)
             raise edited_parameter(self._names[index], self._exchange.member.name, step)
 
     def _gradients(self) -> list[Tensor]:
         """The gradients that are there; raises UsageError for a sparse one where it should be dense."""
         found = [gradient for tensor in self._tensors if (gradient := tensor.grad) is not None]
-        if any(self._rows) or any(gradient.layout is not torch.strided for gradient in found):
+        if self._tables or [gradient.layout for gradient in found].count(torch.strided) < len(found):
             for name, tensor, row in zip(self._names, self._tensors, self._rows, strict=True):
                 check_layout(name, tensor.grad, row)
         return found
@@ -198,8 +200,11 @@ class OwnStepper:
     def _finite(self, gradients: list[Tensor]) -> bool:
         if not self._fused or not gradients:
             return all(finite(numbers_of(gradient)) for gradient in gradients)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found.zero_(), self._one)
-        return not self._found.item()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+        if not self._found.item():
+            return True
+        self._found.zero_()
+        return False
 
     def _scale(self, gradients: list[Tensor], scale: float) -> None:
         for factor in (1 / scale, self._coefficient):
@@ -222,3 +227,11 @@ class OwnStepper:
         for index, piece in enumerate(chunk.pieces):
             self._replica.fill(chunk, index, self._replica.tensors[piece.parameter].grad)
         return self._replica.slots[chunk.number]
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+    """The step of its class, without torch's wrapper, whose hooks run around ours."""
+    wrapped: Any = type(optimizer).step
+    step: Callable[[Any], Any] = getattr(wrapped, "__wrapped__", wrapped)
+    torchs = type(optimizer).__module__.startswith("torch.optim.")  # it switches gradients off itself
+    return step if torchs else torch.no_grad()(step)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import cmath
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ from shoal.partition import ITEMSIZE, Chunk, Plan
 from shoal.rows import Content, Rows, no_rows, numbers_of, rows_of
 from shoal.staging import Stage
 from shoal.wire import Frame
+
+BLOCK = 1 << 18  # elements of a gradient that are copied and summed at a time
 
 Allocate = Callable[[int], Tensor]
 """Gives zeroed memory (uint8) of so many bytes; a transport's is memory that peers may read in place."""
@@ -73,6 +77,21 @@ def frames_of(content: Content | Coded) -> list[Frame]:
     if isinstance(content, Coded):
         return [as_bytes(part) for part in content.parts]
     return [as_bytes(content)]
+
+
+class Frames:
+    """`frames_of` what is sent step after step, made once for memory that stays the same."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, tuple[Content | Coded, list[Frame]]] = {}
+
+    def of(self, key: Hashable, content: Content | Coded) -> list[Frame]:
+        """The frames of a content; `key`: what has one content at a time."""
+        last, frames = self._last.get(key, (None, []))
+        if last is not content:
+            frames = frames_of(content)
+            self._last[key] = content, frames
+        return frames
 
 
 def codec_of(content: Content | Coded | None) -> str:
@@ -161,13 +180,19 @@ class Replica:
         self.places = tuple(places)
         flat = laid_out(sorted((chunk for chunk in plan.chunks if not chunk.row), key=_first), allocate)
         self.slots = [flat.get(c.number, no_rows(c.row, dtype_of(c))) for c in plan.chunks]
+        self._sizes = {c.number: [piece.stop - piece.start for piece in c.pieces] for c in plan.chunks}
+        self._parts = {number: self._cut(slot, number) for number, slot in flat.items()}
+        self._sums: defaultdict[int, dict[int, complex]] = defaultdict(dict)
 
     def piece(self, chunk: Chunk, index: int) -> Tensor:
         """The slot's part for one piece of the chunk, flat; of a table's, the rows it holds."""
-        piece, slot = chunk.pieces[index], self.slots[chunk.number]
-        if isinstance(slot, Rows):
-            return slot.values
-        return slot[piece.at : piece.at + piece.stop - piece.start]
+        parts = self._parts.get(chunk.number)
+        return numbers_of(self.slots[chunk.number]) if parts is None else parts[index]
+
+    def _cut(self, flat: Tensor, chunk: int) -> Sequence[Tensor]:
+        """What belongs to each piece of a chunk."""
+        sizes = self._sizes[chunk]
+        return flat.split_with_sizes(sizes) if len(sizes) > 1 else [flat]
 
     def fill(self, chunk: Chunk, index: int, gradient: Tensor | None) -> None:
         """Copy a gradient (shape of the parameter) into the slot; None fills with zeros."""
@@ -175,13 +200,30 @@ class Replica:
         if chunk.row and gradient is not None:
             self.slots[chunk.number] = rows_of(gradient, piece)
             return
+        self.forget(chunk, index)
         slot = self.piece(chunk, index)
         if gradient is None:
             if self.stage is not None:
                 self.stage.copied(chunk.number, wait=True)
             slot.zero_()
+            return
+        source = gradient.detach().reshape(-1)[piece.start : piece.stop]
+        if self.stage is None and len(slot) > BLOCK:
+            self._sums[chunk.number][index] = _copied(slot, source)
         else:
-            self._take(chunk, slot, gradient.detach().reshape(-1)[piece.start : piece.stop])
+            self._take(chunk, slot, source)
+
+    def forget(self, chunk: Chunk, index: int) -> None:
+        """Somebody else has written a piece's gradient into the slot."""
+        self._sums[chunk.number].pop(index, None)
+
+    def doubtful(self, chunk: Chunk) -> list[Tensor]:
+        """What is in the slot and was not seen to be finite while it was copied."""
+        sums = self._sums[chunk.number]
+        if not sums:
+            return [numbers_of(self.slots[chunk.number])]
+        parts = enumerate(self._parts[chunk.number])
+        return [part for index, part in parts if not cmath.isfinite(sums.get(index, cmath.nan))]
 
     def _take(self, chunk: Chunk, slot: Tensor, source: Tensor) -> None:
         if self.stage is None:
@@ -227,10 +269,9 @@ class Replica:
             target = into[target] if into else target
             self._give(target, values.view(target.shape))
             return
-        for piece in chunk.pieces:
+        for piece, part in zip(chunk.pieces, self._cut(values, chunk.number), strict=True):
             tensor = self.tensors[piece.parameter]
             tensor = into[tensor] if into else tensor
-            part = values[piece.at : piece.at + piece.stop - piece.start]
             if piece.stop - piece.start == tensor.numel():
                 self._give(tensor, part.view(tensor.shape))
             elif tensor.is_contiguous():
@@ -275,6 +316,14 @@ class Replica:
         for chunk in self.plan.chunks:
             value = zlib.crc32(as_bytes(self.read(chunk)), value)
         return value
+
+
+def _copied(slot: Tensor, source: Tensor) -> complex:
+    """Copy all of a flat tensor; returns its sum, to which each block comes while a cache still holds it."""
+    total: complex = 0
+    for room, block in zip(torch.split(slot, BLOCK), torch.split(source, BLOCK), strict=True):
+        total += room.copy_(block).sum().item()
+    return total
 
 
 def _first(chunk: Chunk) -> tuple[int, int]:

@@ -135,6 +135,8 @@ class Stepper:
         ):  # the script could still change what leaves early
             self._homes.vacate(parameter)
             self._replica.fill(chunk, piece, gradient)
+        else:
+            self._replica.forget(chunk, piece)
         if gradient is not None:
             self._progress[chunk.number].seen[piece] = mark_of(gradient)
 
@@ -150,7 +152,7 @@ class Stepper:
     def _send(self, chunk: Chunk) -> None:
         self.arrivals.receive()  # no share leaves before all values of the step before are here
         progress, slot = self._progress[chunk.number], self._replica.slots[chunk.number]
-        progress.finite = chunk.buffer is not None or finite(numbers_of(slot))
+        progress.finite = chunk.buffer is not None or all(map(finite, self._replica.doubtful(chunk)))
         self._exchange.share(chunk, slot, progress.seen)
 
     # At step().

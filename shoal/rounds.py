@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from shoal import acts
 from shoal.acts import Action
 from shoal.admission import Admission
 from shoal.asynchrony import Correction
-from shoal.codecs import Coded
 from shoal.errors import ProtocolError, ShoalError
 from shoal.ledger import Life
-from shoal.parameters import checked, codec_of, frames_of, received
+from shoal.parameters import Frames, checked, codec_of, frames_of, received
 from shoal.partition import Chunk, Plan
 from shoal.present import Present
 from shoal.rows import Content, Rows, average_rows, edited_rows
@@ -60,6 +60,10 @@ class Rounds:
         self._plan, self._post, self._snapshots = plan, post, snapshots
         self._present = Present(shard, snapshots.alone)
         self._start = settings
+        self._owned: list[set[int]] = [set() for _ in settings]
+        for chunk in shard.chunks:
+            self._owned[chunk.optimizer].add(chunk.number)
+        self._frames = Frames()
         self._payloads: dict[tuple[int, int, int], Content] = {}
         self._commits: dict[tuple[int, int], dict[int, Commit]] = {}
         self._settings: dict[tuple[int, int, int], Settings] = {}
@@ -89,7 +93,7 @@ class Rounds:
     def commit(self, message: Message) -> None:
         """A worker's word about a step arrived."""
         body, life = message.body(Commit), life_of(message)
-        self._check(message, body.optimizer, {*body.pushed, *body.touched})
+        self._check(message, body.optimizer, body.pushed.keys() | body.touched.keys())
         if foreign := set(body.counts) - body.pushed.keys():
             raise ProtocolError(f"{message.header.sender} counts chunk {min(foreign)}, which it did not push")
         commits = self._commits.setdefault((life.group, body.optimizer), {})
@@ -117,7 +121,7 @@ class Rounds:
     def norm(self, message: Message) -> None:
         """A worker asks for the norm of its group's averaged gradient."""
         body, life, step = message.body(Norm), life_of(message), message.header.step
-        self._check(message, body.optimizer, {*body.numbers, *body.touched})
+        self._check(message, body.optimizer, body.numbers.keys() | body.touched.keys())
         question = message.header.number
         answered, squared = self._norms.get(life, (0, 0.0))
         if question == answered:  # asked again, because the answer was lost
@@ -133,8 +137,9 @@ class Rounds:
         life, number = life_of(message), header.number
         for chunk in self.shard.chunks if header.chunk < 0 else (self.chunk(message),):
             if number > 0:
-                values = self._present.of(life.group, chunk.number, message.body(Pull))
-                self._send_values(header.sender, chunk.number, values, Values(), number=number)
+                frames = frames_of(self._present.of(life.group, chunk.number, message.body(Pull)))
+                fields: dict[str, Any] = {"chunk": chunk.number, "dtype": chunk.dtype, "number": number}
+                self._post.send(header.sender, Kind.VALUES, Values(), frames, **fields)
             elif self.admission.cold(life.group):
                 self._cold[life.group, life.rank] = number
             elif number < 0:
@@ -321,28 +326,22 @@ class Rounds:
         reply, sent, base = snapshot.reply, snapshot.sent, snapshot.base
         if whole:
             sent, base = snapshot.known, 0
+        sent = sent if snapshot.news or resend else None
         settings = self._settings_for(reply, rank)
-        body = Values(reply.skipped, reply.staleness, settings, snapshot.stop, snapshot.edition, base)
-        self._send_values(
+        self._post.send(
             _worker(reply.group, rank),
-            reply.chunk,
-            sent if snapshot.news or resend else None,
-            body,
+            Kind.VALUES,
+            Values(reply.skipped, reply.staleness, settings, snapshot.stop, snapshot.edition, base),
+            [] if sent is None else self._frames.of((reply.chunk, reply.group), sent),
+            chunk=reply.chunk,
+            codec=codec_of(sent),
+            dtype=self._plan.chunks[reply.chunk].dtype,
             group=reply.group,
             step=reply.step,
             number=number,
             version=snapshot.version,
             lsn=snapshot.revision,
         )
-
-    def _send_values(
-        self, peer: str, chunk: int, values: Content | Coded | None, body: Values, **fields: int
-    ) -> None:
-        fields.setdefault("version", self.admission.version(chunk))
-        fields.setdefault("lsn", self.shard.revision[chunk])
-        frames = [] if values is None else frames_of(values)
-        kind = {"codec": codec_of(values), "dtype": self._plan.chunks[chunk].dtype}
-        self._post.send(peer, Kind.VALUES, body, frames, chunk=chunk, **kind, **fields)
 
     # Hyperparameters: worker 0 of the group decides.
 
@@ -365,20 +364,25 @@ class Rounds:
             raise ProtocolError(f"{header.sender} sent a {header.kind.name.lower()} for chunk {header.chunk}")
         return self._plan.chunks[header.chunk]
 
-    def _check(self, message: Message, optimizer: int, chunks: set[int]) -> None:
+    def _check(self, message: Message, optimizer: int, chunks: Set[int]) -> None:
         """Raises ProtocolError where a worker speaks of what is not this server's."""
-        ours = {chunk.number for chunk in self.shard.chunks if chunk.optimizer == optimizer}
         if optimizer not in range(len(self._start)):
             raise ProtocolError(f"{message.header.sender} speaks of optimizer {optimizer}, which is not here")
-        if foreign := chunks - ours:
+        if foreign := chunks - self._owned[optimizer]:
             raise ProtocolError(f"{message.header.sender} speaks of chunk {min(foreign)}, which is not here")
 
 
+@lru_cache
 def _worker(group: int, rank: int) -> str:
     return Member("worker", group, rank).name
 
 
 def life_of(message: Message) -> Life:
     """Which life of which worker sent a message."""
-    sender = Member.parse(message.header.sender)
-    return Life(sender.group, sender.index, message.header.life)
+    return _life(message.header.sender, message.header.life)
+
+
+@lru_cache
+def _life(sender: str, incarnation: int) -> Life:
+    member = Member.parse(sender)
+    return Life(member.group, member.index, incarnation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ Indices = NDArray[np.int64]
 Order = Indices | Sequence[Any]  # a sampler of the user's may name samples by anything
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """The samples of one worker's batch; ``weight`` of them count (0: repeated for company)."""
 
     indices: tuple[Any, ...]

@@ -159,9 +159,13 @@ class Schedule:
 
     Args:
         schedules: where an order is written to or read from; without either, messages are taken as they come.
+
+    Attributes:
+        kept: whether an order is written down or kept to.
     """
 
     def __init__(self, schedules: Schedules, config: Config, server: Member) -> None:
+        self.kept = schedules.record is not None or schedules.replay is not None
         self._schedules, self._config, self._server = schedules, config, server
         self._file: BinaryIO | None = None
         self._seen: set[Entry] = set()
@@ -194,7 +198,7 @@ class Schedule:
         Raises:
             ScheduleMismatch: it is the first that the schedule does not know of.
         """
-        entry = entry_of(message) if self._file or self._schedules.replay else None
+        entry = entry_of(message) if self.kept else None
         if entry is None:
             return [message]
         if entry in self._seen:  # a copy: of one that waits for its turn here, or of one that has been taken

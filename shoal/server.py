@@ -113,13 +113,14 @@ class Server:
         if message is not None:
             self._deal(message)
         if self.rounds is not None:
-            self.rounds.sync.tick(time.monotonic())
-            self._schedule.check(time.monotonic())
+            now = time.monotonic()
+            self.rounds.sync.tick(now)
+            self._schedule.check(now)
 
     def _deal(self, message: Message) -> None:
         """Handle a message when it is its turn."""
         ready = [message]
-        if self.rounds is not None:
+        if self._schedule.kept and self.rounds is not None:
             with suppress(ProtocolError):  # who handles it says what is wrong with it
                 ready = self._schedule.arrived(message, time.monotonic())
         for each in ready:

@@ -34,11 +34,16 @@ def average(shares: Sequence[Tensor], rule: Average) -> Tensor:
         total = first + shares[1]
         for share in shares[2:]:
             total += share
-        return total.div_(rule.count)
+        return _divide(total, rule.count)
     total = first * rule.parts[0]
     for share, part in zip(shares[1:], rule.parts[1:], strict=True):
         total += share.to(wide) * part
     return total
+
+
+def _divide(total: Tensor, count: int) -> Tensor:
+    """Divide in place; by a power of two as a product, which is as exact and takes half the time."""
+    return total.div_(count) if count & (count - 1) else total.mul_(1 / count)
 
 
 def merge(shares: Sequence[Tensor], rule: Average) -> Tensor:

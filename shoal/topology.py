@@ -192,6 +192,11 @@ class Topology:
         """The worker in whose process a server is a thread; None = a process of its own."""
         return self._hosts.get(server)
 
+    @property
+    def at_home(self) -> bool:
+        """Whether every worker has all its servers beside it, in one process."""
+        return all(self.host_of(s) == worker for worker in self.workers for s in self.servers_of(worker))
+
     def rank(self, worker: Member) -> int:
         """A worker's number over all groups, from 0."""
         return worker.group * self.workers_per_group + worker.index

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -30,6 +31,8 @@ NEEDS = {"LBFGS": "it evaluates the loss itself (a closure)"}
 NOT_SENT = frozenset({"params", "param_names", "capturable"})
 """Of a param group: `capturable` is about CUDA graphs, which servers do not use."""
 
+PLAIN = frozenset({float, int, bool, str, type(None)})
+
 Settings = tuple[dict[str, Any], ...]
 
 _Run = tuple[int, ...]  # numbers of pieces
@@ -47,7 +50,11 @@ def plain(value: Any) -> Any:
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     """The hyperparameters of each param group, as they travel."""
     return tuple(
-        {key: plain(value) for key, value in group.items() if key not in NOT_SENT}
+        {
+            key: value if type(value) in PLAIN else plain(value)
+            for key, value in group.items()
+            if key not in NOT_SENT
+        }
         for group in optimizer.param_groups
     )
 
@@ -192,6 +199,7 @@ class Updater:
         ]
         defaults = _tuples({key: value for key, value in spec.defaults.items() if key in keywords})
         self._optimizer = cls(params, **defaults)
+        self._step, self._settings = _bare(self._optimizer), Settings()
 
     def _join(self, run: _Run) -> Tensor:
         first = self._pieces[run[0]]
@@ -202,7 +210,9 @@ class Updater:
 
     def step(self, gradient: Content, touched: Sequence[int] | None, settings: Settings) -> None:
         """One update. `gradient`: the chunk's; pieces that are not touched keep values and state."""
-        assign_settings(self._optimizer, [settings[used] for used in self._used])
+        if settings is not self._settings:
+            assign_settings(self._optimizer, [settings[used] for used in self._used])
+            self._settings = settings
         if touched is not None:
             self._split(set(touched))
         at = 0
@@ -215,7 +225,7 @@ class Updater:
             at += view.numel()
             if touched is None or run[0] in touched:
                 view.grad = part.view(view.shape)
-        self._optimizer.step()
+        self._step()
         for view in self._joined.values():
             view.grad = None
 
@@ -287,6 +297,17 @@ class Updater:
                 if entry.key != "step" and value.shape == view.shape and value.is_floating_point():
                     value = value.to(view.dtype)  # a master is wider than the worker's state
             self._optimizer.state[view][entry.key] = value
+
+
+def _bare(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The step of a class of torch's own without what is wrapped around it for profilers and hooks.
+
+    That takes longer than a small step itself.
+    """
+    if not class_name(type(optimizer)).startswith("torch.optim:"):
+        return optimizer.step
+    step: Any = type(optimizer).step
+    return partial(step.__wrapped__, optimizer)
 
 
 def _alone(indices: Iterable[int]) -> list[_Run]:

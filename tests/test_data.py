@@ -119,6 +119,87 @@ def test_one_worker_unshuffled_equals_torch(options: dict[str, Any]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
 
+class Doubled(TensorDataset):
+    """Samples are not the rows of its tensors."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
+class Halved(torch.Tensor):
+    """Its rows are not those that it holds."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return super().__getitem__(index).as_subclass(torch.Tensor) / 2
+
+
+class Together(Dataset[int]):
+    """Gives all samples of a batch at once."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [100 + index for index in indices]
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("asked for one sample")
+
+
+TENSORS = (
+    torch.arange(7),
+    torch.rand(7, 2, 3).half(),
+    torch.rand(3, 7).mT,
+    torch.rand(7, 2, 3, 3).to(memory_format=torch.channels_last),
+    torch.rand(7, 2, dtype=torch.complex64).conj(),
+    torch.rand(7, 0) > 0.5,
+)
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tensors": (TensorDataset(*TENSORS), {}),
+    "collated by hand": (TensorDataset(*TENSORS), {"collate_fn": tuple}),
+    "samples made from tensors": (Doubled(*TENSORS[:2]), {}),
+    "tensors of another class": (TensorDataset(torch.rand(7, 2).as_subclass(Halved)), {}),
+    "named by slices": (TensorDataset(torch.rand(7, 2)), {"sampler": [slice(0, 2), slice(2, 4)]}),
+    "all at once": (Together(), {}),
+    "a dict": ([{"x": torch.rand(2), "y": index} for index in range(7)], {}),
+}
+
+
+def parts_of_batch(batch: Any) -> Iterator[Any]:
+    """Whatever it is made of."""
+    if isinstance(batch, (list, tuple, dict)):
+        yield type(batch)
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from parts_of_batch(part)
+    else:
+        yield batch
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_batch_is_the_one_that_torch_makes(name: str) -> None:
+    data, options = KINDS[name]
+    shuffled = {} if "sampler" in options else {"shuffle": False}
+    ours, theirs = (
+        make(data, batch_size=2, **options, **more)
+        for make, more in ((loader_of, shuffled), (DataLoader, {}))
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip(parts_of_batch(mine), parts_of_batch(other), strict=True):
+            assert type(a) is type(b)
+            if isinstance(a, torch.Tensor):
+                assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+                assert torch.equal(a, b)
+            else:
+                assert a == b
+
+
+def test_what_torch_does_not_collate_is_the_same_error() -> None:
+    data = TensorDataset(torch.eye(7).to_sparse())
+    for batches in (loader_of(data, batch_size=2), DataLoader(data, batch_size=2)):
+        with pytest.raises(RuntimeError, match="sparse"):
+            next(iter(batches))
+
+
 def test_each_epoch_is_shuffled_anew_and_the_same_in_every_run() -> None:
     runs = [[epoch_of(loader) for _ in range(3)] for loader in (loader_of(range(20)), loader_of(range(20)))]
     assert runs[0] == runs[1] and len({str(epoch) for epoch in runs[0]}) == 3

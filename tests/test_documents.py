@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal import wire
-from shoal.cli import app
+from shoal.commands import app
 from shoal.config import PRESETS, Cluster, load
 from shoal.config.readers import READERS
 from shoal.config.schema import FIELDS, SECTIONS

@@ -70,15 +70,19 @@ def test_the_word_that_an_older_edit_is_stored_says_nothing_of_this_one() -> Non
         stage.exchange.edit(edited)
 
 
-def test_a_commit_that_a_server_lacks_is_sent_again_during_the_next_optimizers_norm() -> None:
+@pytest.mark.parametrize(("committed", "asked"), [(0, 1), (1, 0)])
+def test_a_commit_that_a_server_lacks_is_sent_again_during_the_next_optimizers_norm(
+    committed: int, asked: int
+) -> None:
     stage = Stage()
     stage.welcome((0, 0), (0, 0))
     stage.exchange.join(HELLO, None)
+    owner = next(chunk.server for chunk in stage.plan.chunks if chunk.optimizer == 1)
     nothing = Decision(set(), {}, 1.0)
-    stage.exchange.commit(0, nothing)
-    stage.send(0, Kind.PULL, step=1)
+    stage.exchange.commit(committed, nothing)
+    stage.send(owner, Kind.PULL, step=1)
     with pytest.raises(WaitTimeout, match="the norm of the group's gradient"):
-        stage.exchange.norm(1, nothing)
-    heard = iter(lambda: stage.servers[0].receive(0.0), None)
+        stage.exchange.norm(asked, nothing)
+    heard = iter(lambda: stage.servers[owner].receive(0.0), None)
     commits = [message.body(Commit).optimizer for message in heard if message.header.kind is Kind.COMMIT]
-    assert commits == [0, 0]
+    assert commits == [committed, committed]

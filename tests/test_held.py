@@ -138,7 +138,11 @@ def test_in_a_group_it_may_not_be_changed_after_its_push(share_memory: bool) -> 
         )
 
 
-def test_where_gradients_live_in_their_slots_none_may_be_changed_after_clipping() -> None:
+EACH = pytest.mark.parametrize("which", range(4))
+
+
+@EACH
+def test_where_gradients_live_in_their_slots_none_may_be_changed_after_clipping(which: int) -> None:
     def work(run: Run) -> None:
         model = mlp().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -150,14 +154,15 @@ def test_where_gradients_live_in_their_slots_none_may_be_changed_after_clipping(
             (model(inputs) - targets).square().mean().backward()
             run.clip_grad_norm_(0.5)
             if changed:
-                gradients_of(model)[0].data.mul_(2)
+                gradients_of(model)[which].data.mul_(2)
             optimizer.step()
 
     with pytest.raises(GradientEdited, match="after clipping"):
         run_cluster(work, APART)
 
 
-def test_what_leaves_early_after_a_lasting_hold_is_watched_as_ever() -> None:
+@EACH
+def test_what_leaves_early_after_a_lasting_hold_is_watched_as_ever(which: int) -> None:
     def work(run: Run) -> None:
         model = mlp().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -168,7 +173,7 @@ def test_what_leaves_early_after_a_lasting_hold_is_watched_as_ever() -> None:
         with hold:
             pass  # what seemed to be for good has come to an end
         (model(inputs) - targets).square().mean().backward()
-        gradients_of(model)[0].data.mul_(2)
+        gradients_of(model)[which].data.mul_(2)
         optimizer.step()
 
     with pytest.raises(GradientEdited, match="changed after it was pushed"):

@@ -40,6 +40,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal import Run
 from shoal.testing import Report, run_cluster
@@ -162,6 +163,28 @@ def test_the_optimizer_object_stays_and_its_hooks_run() -> None:
 
     run_cluster(work, {})
     assert calls == ["before", "after"] * 2
+
+
+@pytest.mark.parametrize("messages", [True, False])
+def test_a_profile_names_every_step_and_a_hook_on_all_optimizers_runs_once(messages: bool) -> None:
+    seen: list[str] = []
+
+    def work(run: Run) -> None:
+        model = mlp()
+        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = regression(5, torch.float32)
+        fit(model, optimizer, batches[:1])
+        with torch.autograd.profiler.profile() as profile:
+            fit(model, optimizer, batches[1:3])
+        hook = register_optimizer_step_pre_hook(lambda *_: seen.append("hook"))
+        fit(model, optimizer, batches[3:4])
+        hook.remove()
+        fit(model, optimizer, batches[4:])
+        seen.extend(event.name for event in profile.function_events if "Optimizer.step" in event.name)
+
+    run_cluster(work, {}, messages=messages)
+    assert seen.count("Optimizer.step#SGD.step") == 2
+    assert seen.count("hook") == 1
 
 
 # A peer that differs.

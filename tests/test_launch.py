@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 import shoal
+from shoal import cli, commands
 from shoal.events import read
 from shoal.launcher import local
 
@@ -51,6 +53,18 @@ def train(steps):
 FOREVER = SCRIPT + "next(feed)\nfor step in train(10**9):\n    time.sleep(0.01)\n"
 
 
+def alive(variable: str, value: str) -> list[str]:
+    """Processes with this in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(variable) == value and process.status() != "zombie":
+                found.append(f"{process.pid} {process.name()}")
+        except psutil.Error:
+            continue
+    return found
+
+
 @dataclass
 class Started:
     """A launcher that runs, with everything that it starts marked by an environment variable."""
@@ -64,14 +78,7 @@ class Started:
 
     def alive(self) -> list[str]:
         """What is left of it, fork server, members and data loaders included."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("SHOAL_TEST") == self.mark and process.status() != "zombie":
-                    found.append(f"{process.pid} {process.name()}")
-            except psutil.Error:
-                continue
-        return found
+        return alive("SHOAL_TEST", self.mark)
 
     def until(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
         """Waits for a condition; a launcher that ends meanwhile is shown."""
@@ -163,7 +170,10 @@ def test_a_folder_of_the_same_name_does_not_hide_the_package(tmp_path: Path) -> 
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys, shoal.cli, shoal.launcher.local; print({'torch', 'rich', 'numpy'} & set(sys.modules))"
+    code = (
+        "import sys, shoal.commands, shoal.launcher.local; "
+        "print({'torch', 'rich', 'numpy'} & set(sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(PACKAGE)},
@@ -171,6 +181,46 @@ def test_the_command_starts_without_torch() -> None:
         text=True,
     )
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_the_fork_server_starts_before_the_commands_own_imports() -> None:
+    code = (
+        "import sys, shoal.cli as cli; slow = {'typer', 'pydantic', 'msgspec', 'yaml'}; "
+        "cli.ForkProcess = lambda: sys.exit(str(slow & set(sys.modules))); "
+        "sys.argv[1:] = ['run']; cli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(PACKAGE)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "set()\n"
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "started"),
+    [
+        (["run", "train.py"], {}, True),
+        (["run", "train.py"], {**TORCHRUN, "TORCHELASTIC_RUN_ID": "job"}, False),
+        (["validate", "run"], {}, False),
+        ([], {}, False),
+    ],
+)
+def test_only_a_run_that_starts_members_starts_a_fork_server(
+    arguments: list[str], environment: dict[str, str], started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli, "ForkProcess", lambda: nullcontext("the fork server"))
+    monkeypatch.setattr(commands, "main", seen.append)
+    monkeypatch.setattr(sys, "argv", ["shoal", *arguments])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cli.main()
+    assert seen == ["the fork server" if started else None]
 
 
 def test_version_and_validate(tmp_path: Path) -> None:
@@ -192,6 +242,7 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_started(tmp_path: Path) ->
         assert part in done.stderr, done.stderr
     assert done.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    assert alive("TMPDIR", str(tmp_path)) == []
 
 
 def test_a_missing_cluster_is_a_mistake_too(tmp_path: Path) -> None:
@@ -325,9 +376,15 @@ def test_a_signal_stops_the_run_in_good_order(start: Start, number: signal.Signa
     assert all("tidy" in (run.run_dir / "logs" / f"{name}.log").read_text() for name in run.workers())
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
+
+
 def test_a_signal_before_anything_is_forked(start: Start) -> None:
     run = start(FOREVER)
-    run.until(lambda: list(run.temporary.glob("shoal-*")))
+    run.until(lambda: catches(run.process.pid, signal.SIGTERM))
     run.process.send_signal(signal.SIGINT)
     run.ends(3, LIMIT)
     assert run.summary["status"] == "stopped"
@@ -354,6 +411,17 @@ def test_a_second_interrupt_kills_at_once(start: Start) -> None:
     run.process.send_signal(signal.SIGINT)
     run.ends(3, local.GRACE)
     assert time.monotonic() - began < local.GRACE
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_command_that_ends_before_it_has_read_its_arguments_leaves_nothing(
+    start: Start, number: signal.Signals
+) -> None:
+    run = start(SCRIPT)
+    run.until(lambda: list(run.temporary.glob("shoal-*/forkserver.log")))
+    run.process.send_signal(number)
+    run.process.wait(LIMIT)
+    run.until(lambda: not run.alive() and not list(run.temporary.glob("shoal-*")), LIMIT)
 
 
 def test_a_worker_that_just_leaves_is_missed(start: Start) -> None:

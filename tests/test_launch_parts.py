@@ -21,7 +21,8 @@ import pytest
 from shoal.config import load
 from shoal.errors import ProtocolError, UsageError
 from shoal.events import Events, read
-from shoal.launcher import FAILED_HERE, Spawn, forkserver, local
+from shoal.launcher import FAILED_HERE, local, process
+from shoal.launcher.messages import Spawn
 from shoal.launcher.progress import Board, Row, View
 from shoal.rundir import RunDir
 from shoal.summary import Outcome
@@ -286,7 +287,7 @@ def test_the_first_failure_by_time_is_the_reason(bench: Bench, monkeypatch: pyte
 
 def test_a_long_temporary_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
-    private = forkserver.private_directory()
+    private = process.private_directory()
     assert private.parent == Path("/tmp") and private.stat().st_mode & 0o777 == 0o700
     private.rmdir()
 

@@ -87,6 +87,7 @@ LAYERS = (
     "probe",
     "budget",
     "doctor",
+    "commands",
     "cli",
     "testing",
     "function",
@@ -173,7 +174,7 @@ def test_only_the_launcher_reads_the_environment() -> None:
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    code = "import sys, shoal.cli, shoal.launcher.local; sys.exit('torch' in sys.modules)"
+    code = "import sys, shoal.commands, shoal.launcher.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -60,3 +60,27 @@ def test_a_chunk_takes_a_turn_of_the_line(rate: float) -> None:
     if size > LEAST:
         assert 0.75 * TURN < size / rate <= TURN
     assert (size == 0) == (rate * TURN >= SMALLEST)
+
+
+class Shaky(Line):
+    """A line whose delay is by turns less and more than it was at first."""
+
+    turns = 0
+
+    def exchange(self, content: bytes) -> None:
+        self.turns += 1
+        usual = self.delay
+        self.delay = usual * (1.0, 1.25, 0.75)[self.turns % 3]
+        super().exchange(content)
+        self.delay = usual
+
+
+@pytest.mark.parametrize("rate", [1e7, 3e7, 1e8])
+def test_the_rate_of_a_far_line_whose_delay_varies_is_about_right(rate: float) -> None:
+    line = Shaky(rate, 0.04, burst=0)
+    assert line_rate(line.exchange, line.clock) == pytest.approx(rate, rel=0.25)
+
+
+@given(st.floats(7e6, 1e8))
+def test_the_size_of_a_chunk_is_a_whole_number_of_pages(rate: float) -> None:
+    assert chunk_bytes(rate) % (1 << 14) == 0

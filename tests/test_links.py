@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from threading import Event, current_thread
 
 import pytest
 from hypothesis import given
@@ -13,7 +16,8 @@ from hypothesis import strategies as st
 from wires import take
 
 from shoal.transport import LANES, plain
-from shoal.transport.links import LEAD, STANDSTILL, Link, Pace
+from shoal.transport import links as module
+from shoal.transport.links import LEAD, STANDSTILL, Link, Pace, Writer
 from shoal.transport.plain import PlainSockets
 
 
@@ -176,3 +180,213 @@ def test_shares_for_the_servers_of_one_group_keep_one_pace(
     assert paces["server 0.0"] is paces["server 0.1"] is not paces["server 1.0"]
     assert {lane for _, _, lane in asked} == {"bulk"}
     worker.close()
+
+
+class Seen(Pace):
+    """Knows whether the writer is at rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = Event()
+
+    def lets(self, link: Link) -> bool:
+        found = super().lets(link)
+        if current_thread().name == "shoal writer":
+            self.asked.set()
+        return found
+
+    def rest(self) -> None:
+        """Until the writer has asked, and asks no more."""
+        assert self.asked.wait(5.0)
+        while self.asked.wait(0.1):
+            self.asked.clear()
+
+
+Wires = tuple[Seen, list[Link], list[socket.socket]]
+
+
+def test_who_has_sent_all_is_not_waited_for(clock: Clock) -> None:
+    pace = Pace(clock)
+    here, there = socket.socketpair()
+    with here, there:
+        (fast,), small = links(1), Link(here)
+        small.pace = pace
+        assert pace.lets(fast)
+        small.send([b"all of it"])
+        pace.moved(fast, 10 * LEAD)
+        assert pace.lets(fast)
+
+
+def test_who_is_given_up_is_not_waited_for_and_waits_for_nobody(clock: Clock) -> None:
+    pace, (fast, slow) = Pace(clock), links(2)
+    for link in (fast, slow):
+        link.pace = pace
+        assert pace.lets(link)
+    pace.moved(fast, LEAD)
+    assert not pace.lets(fast) and fast.held and slow.needs_writer
+    with slow.lock:
+        slow.give_up()
+    assert pace.lets(fast)
+    assert pace.lets(slow)
+    pace.moved(fast, LEAD)
+    assert not pace.lets(fast) and fast.held
+    with fast.lock:
+        fast.give_up()
+    assert not fast.held and not pace.holding and not slow.needs_writer
+
+
+def test_who_leaves_while_it_is_held_holds_nobody_up(clock: Clock) -> None:
+    pace, (fast, slow) = Pace(clock), links(2)
+    assert pace.lets(fast) and pace.lets(slow)
+    pace.moved(fast, LEAD)
+    assert not pace.lets(fast) and pace.holding
+    pace.leave(fast)
+    assert not pace.holding and not pace.holds(fast)
+
+
+@pytest.fixture
+def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
+    """A pace that nobody is too slow for, two links that keep it, and their other ends."""
+    monkeypatch.setattr(module, "STANDSTILL", 60.0)
+    with ExitStack() as ends:
+        pairs = [socket.socketpair() for _ in range(2)]
+        pace, team = Seen(), [Link(here) for here, _ in pairs]
+        for link, (here, there) in zip(team, pairs, strict=True):
+            link.pace = pace
+            there.settimeout(5.0)
+            ends.enter_context(here)
+            ends.enter_context(there)
+        yield pace, team, [there for _, there in pairs]
+
+
+def test_one_that_goes_on_frees_another_at_once(wires: Wires) -> None:
+    """The first waits for the second, which waits for a third; that leaves, and no socket says anything."""
+    pace, (first, second), (hears, _) = wires
+    (third,), writer = links(1), Writer()
+    for link, ahead in ((third, 0), (first, 3 * LEAD), (second, 2 * LEAD)):
+        assert pace.lets(link)
+        pace.moved(link, ahead)
+    first.send([b"at last"])
+    second.send([bytes(10_000_000)])  # it will move, and soon be full: nobody reads it
+    for link in (first, second):  # the one that waits for the other first
+        assert link.held
+        writer.watch(link)
+    pace.rest()
+    pace.leave(third)
+    writer.forget(third)  # which wakes the writer, once
+    assert hears.recv(100).endswith(b"at last")
+    close(writer, second)
+
+
+def close(writer: Writer, *full: Link) -> None:
+    for link in full:
+        with link.lock:
+            link.give_up()
+        writer.forget(link)
+    writer.close(time.monotonic() + 5.0)
+
+
+def test_what_the_scripts_thread_sends_frees_who_waits_for_it(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`send` wakes the writer though nothing of its own has to wait."""
+    pace, (held, _), (hears, _) = wires
+    monkeypatch.setattr(plain, "Pace", lambda: pace)
+    server = PlainSockets("server 0.0", "secret", "tcp://127.0.0.1:0", 1.0)
+    worker = PlainSockets("worker 0.0", "secret", None, 1.0)
+    worker.dial(server.name, server.bound, 5.0)
+    (slow,) = links(1)
+    assert pace.lets(slow) and pace.lets(held)
+    pace.moved(held, LEAD)
+    held.send([b"at last"])
+    worker._writer.watch(held)
+    pace.rest()
+    assert held.held
+    pace.leave(slow)
+    worker.send(server.name, "bulk", [b"share", b"", b""])
+    assert hears.recv(100).endswith(b"at last")
+    worker.close()
+    server.close()
+
+
+@pytest.fixture
+def polls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As many entries as the writer (and who is made from now on) has polled."""
+    made: list[int] = []
+    poll = select.poll
+    monkeypatch.setattr(select, "poll", lambda: made.append(1) or poll())
+    return made
+
+
+def test_a_link_that_has_been_closed_is_not_looked_at(polls: list[int]) -> None:
+    here, there = socket.socketpair()
+    link, writer = Link(here), Writer()
+    link.send([bytes(10_000_000)])
+    assert link.waiting
+    writer.watch(link)
+    with link.lock:
+        link.give_up()
+    writer.forget(link)
+    link.end()
+    there.close()
+    before = len(polls)
+    assert not Event().wait(0.2) and len(polls) - before < 20
+    writer.close(time.monotonic() + 5.0)
+
+
+def test_a_peer_that_has_gone_while_its_link_was_held_is_not_looked_at(polls: list[int]) -> None:
+    servers = [PlainSockets(f"server 0.{n}", "secret", "tcp://127.0.0.1:0", 0.2) for n in range(2)]
+    worker, (ending, slow) = PlainSockets("worker 0.0", "secret", None, 0.2), servers
+    for server in servers:
+        worker.dial(server.name, server.bound, 5.0)
+        worker.send(server.name, "control", [b"hello", b""])
+        assert len(take(server, 1)) == 1
+    for server in servers:
+        worker.send(server.name, "bulk", [b"share", b"", bytes(20_000_000)])
+    ending.close()
+    while worker.recv(0.2) is not None:
+        pass
+    before = len(polls)
+    assert worker.recv(0.3) is None and len(polls) - before < 20
+    slow.close()
+    worker.close()
+
+
+def test_closing_with_a_peer_that_does_not_read_leaves_nothing_running(polls: list[int]) -> None:
+    server = PlainSockets("server 0.0", "secret", "tcp://127.0.0.1:0", 0.2)
+    worker = PlainSockets("worker 0.0", "secret", None, 0.2)
+    worker.dial(server.name, server.bound, 5.0)
+    worker.send(server.name, "bulk", [b"share", b"", bytes(20_000_000)])
+    worker.close()
+    before = len(polls)
+    assert not Event().wait(0.2) and len(polls) - before < 20
+    server.close()
+
+
+def test_who_comes_later_is_level_with_the_slowest_not_with_the_fastest(clock: Clock) -> None:
+    pace, (fast, slow, late) = Pace(clock), links(3)
+    assert pace.lets(fast) and pace.lets(slow)
+    pace.moved(fast, LEAD)
+    assert pace.lets(late)
+    pace.moved(late, LEAD - 1)
+    assert pace.lets(late)
+
+
+def test_a_link_that_is_held_costs_nothing(wires: Wires, polls: list[int]) -> None:
+    """Its socket would take more all the time."""
+    pace, (held, _), _ = wires
+    (slow,), writer = links(1), Writer()
+    assert pace.lets(slow) and pace.lets(held)
+    pace.moved(held, LEAD)
+    held.send([b"later"])
+    writer.watch(held)
+    assert not Event().wait(0.2) and len(polls) < 20
+    close(writer, held)
+
+
+def test_what_is_sent_after_giving_up_is_the_senders_at_once() -> None:
+    (link,) = links(1)
+    with link.lock:
+        link.give_up()
+    assert link.send([b"late"]).wait(0.0)
+    assert not link.waiting

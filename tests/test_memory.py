@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,18 @@ def test_what_lies_in_it_has_a_place_for_near_peers_only() -> None:
     assert memory.place("near", as_bytes(torch.zeros(10))) == ""
     assert memory.place("near", bytes(10)) == ""
     assert memory.place("near", as_bytes(room[:0])) == ""
+
+
+def test_places_are_found_again_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.transport.memory.KNOWN", 3)
+    memory, reader = Memory(lambda peer: True), Memory()
+    room = memory.allocate(100).copy_(torch.arange(100))
+    frames = [as_bytes(room[number : number + 2]) for number in range(10)]
+    for _ in range(2):
+        for number, frame in enumerate(frames):
+            assert bytes(reader.at(memory.place("near", frame))) == bytes((number, number + 1))
+    for number in range(10):  # another frame, perhaps where one was that is gone
+        assert bytes(reader.at(memory.place("near", as_bytes(room[number : number + 1])))) == bytes((number,))
 
 
 def test_another_process_reads_and_writes_it_in_place() -> None:
@@ -142,3 +155,41 @@ def test_gradients_and_values_are_read_where_they_lie(cluster: str) -> None:
     report = run_cluster(train, cluster, judge=judge)  # type: ignore[arg-type]
     assert "SHARE" not in inline
     assert report.total("applied") > 0
+
+
+def test_a_file_with_a_name_is_not_opened_even_if_the_message_knows_its_number() -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"a secret")
+        file.flush()
+        inode = os.fstat(file.fileno()).st_ino
+        with pytest.raises(ProtocolError, match="not the memory that was meant"):
+            Memory().at(f"{os.getpid()}:{file.fileno()}:{inode}:0:8")
+
+
+def test_reading_a_peers_memory_keeps_no_file_open() -> None:
+    owner, reader = Memory(lambda peer: True), Memory()
+    places = [owner.place("near", as_bytes(owner.allocate(64))) for _ in range(5)]
+    before = len(os.listdir("/proc/self/fd"))
+    for place in [*places, *places]:
+        reader.at(place)
+    assert len(os.listdir("/proc/self/fd")) == before
+    reader.close()
+    owner.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 5
+
+
+def test_a_start_without_state_is_read_where_it_lies() -> None:
+    inits: list[str] = []
+
+    def train(run: Run) -> None:
+        model = nn.Linear(300, 100)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        run.prepare(model, optimizer)
+
+    def judge(header: Any, peer: str) -> str:
+        if header.kind.name == "INIT":
+            inits.append(header.place)
+        return "deliver"
+
+    run_cluster(train, "sandblaster", judge=judge)  # type: ignore[arg-type]
+    assert inits and all(inits)

@@ -316,17 +316,25 @@ class Elementwise(Signs):
                     p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
+class Careless(Elementwise):
+    """Its step does not say that it needs no gradients."""
+
+    step = Elementwise.step.__wrapped__  # type: ignore[attr-defined]
+
+
 @pytest.fixture
 def module() -> Iterator[str]:
-    """A module of the user's with the two classes."""
+    """A module of the user's with these classes."""
     name = "users_optimizers"
     made = types.ModuleType(name)
-    for cls in (Signs, Elementwise):
-        setattr(made, cls.__name__, cls)
+    classes = (Signs, Elementwise, Careless)
     home, sys.modules[name] = Signs.__module__, made
-    Signs.__module__ = Elementwise.__module__ = name
+    for cls in classes:
+        setattr(made, cls.__name__, cls)
+        cls.__module__ = name
     yield name
-    Signs.__module__ = Elementwise.__module__ = home
+    for cls in classes:
+        cls.__module__ = home
     del sys.modules[name]
 
 
@@ -351,6 +359,21 @@ def test_a_users_class_runs_where_it_is_allowed(
         close(values, plain(case))
     plan = report.servers["server 0.0"].rounds._plan
     assert all(parameter.whole == (cls is Signs) for parameter in plan.parameters)
+
+
+@pytest.mark.parametrize("messages", [True, False])
+def test_a_step_that_does_not_switch_gradients_off_runs_all_the_same(module: str, messages: bool) -> None:
+    config = Config(cluster=Cluster(), allow_optimizers=(f"{module}:Careless",))
+
+    def work(run: Run) -> Values:
+        model = deepcopy(start)
+        fit(*run.prepare(model, Careless(model.parameters())), batches)
+        return values_of(model)
+
+    case = Case(mlp, lambda m: Elementwise(m.parameters()))
+    start, batches = case.model(), regression()
+    found = run_cluster(work, config, messages=messages).results["worker 0.0"]
+    close(found, plain(case))
 
 
 REFUSED: dict[str, tuple[Make, str, str]] = {

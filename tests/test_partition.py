@@ -499,3 +499,24 @@ def test_a_large_model_is_planned_quickly() -> None:
     parameters = [Parameter(f"p{index}", (4096, 4096), "bfloat16") for index in range(200)]
     plan = make_plan(parameters, (), 8, 2)
     assert sum(chunk.size for chunk in plan.chunks) == 200 * math.prod((4096, 4096))
+
+
+def test_turns_after_a_table_are_as_long_as_before_it() -> None:
+    table = Parameter("t", (4000, 64), "float32", row=64)
+    parameters = [Parameter("p", (100_000,), "float32"), table, Parameter("q", (100_000,), "float32")]
+    plan = make_plan(parameters, (), 4, chunk_bytes=1 << 14)
+    for number in (0, 2):
+        parts = [s for s in plan.slices if s.parameter == number]
+        assert max(s.stop - s.start for s in parts) <= 1 << 12
+        assert all(a.server != b.server for a, b in pairwise(parts))
+
+
+def test_what_is_left_over_does_not_go_to_a_server_without_a_part() -> None:
+    plan = make_plan([Parameter("p", (193,), "bfloat16")], (), 4, weights=(0, 1, 1, 1))
+    assert loads(plan)[0] == 0
+
+
+def test_whole_parameters_are_placed_the_largest_first() -> None:
+    sizes = (1, 1, 1, 1, 4)
+    plan = make_plan([Parameter(f"p{n}", (100 * n,), "float32", whole=True) for n in sizes], (), 2)
+    assert loads(plan) == [1600, 1600]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -271,3 +272,17 @@ def test_rank_is_a_bijection(topology: Topology) -> None:
 def test_names_come_back(topology: Topology) -> None:
     for member in (*topology.workers, *topology.servers):
         assert Member.parse(member.name) == member
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"nworker_groups": 3, "nserver_groups": 3}, True),
+        ({"nworker_groups": 3, "nserver_groups": 0}, True),
+        ({"nworker_groups": 3, "nserver_groups": 3, "server_worker_separate": True}, False),
+        ({"nworkers_per_group": 2, "nservers_per_group": 2}, False),
+        ({"nworker_groups": 2}, False),
+    ],
+)
+def test_who_pushes_to_nobody_elsewhere(block: dict[str, Any], expected: bool) -> None:
+    assert Topology.of(Cluster(**block)).at_home is expected

@@ -60,6 +60,12 @@ def place() -> Place | None:
     )
 
 
+def job() -> Place | None:
+    """This process's place in a job of torchrun's own; None if torchrun itself has not started it."""
+    found = place()
+    return found if found is not None and found.job else None
+
+
 def cluster() -> str | None:
     """SHOAL_CLUSTER: a preset or a file, for scripts that torchrun starts."""
     return os.environ.get("SHOAL_CLUSTER") or None

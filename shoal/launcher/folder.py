@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from shoal.errors import LaunchError
-from shoal.launcher.forkserver import temporary_folder
+from shoal.launcher.process import temporary_folder
 
 PREFIX = "shoal-ranks-"
 

@@ -16,17 +16,16 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from shoal.launcher import Channel, Exited, Forked, Kill, Message, Ready, Spawn, Stop, kill_group
+from shoal.launcher import kill_group
+from shoal.launcher.messages import Channel, Exited, Forked, Kill, Message, Ready, Spawn, Stop
+from shoal.launcher.process import ForkProcess
 
 # torch._dynamo comes with the first optimizer that is made, so every script needs it.
 IMPORTS = (
@@ -39,8 +38,6 @@ IMPORTS = (
     "shoal.launcher.member",
     "shoal.launcher.torchrun",  # where shoal.init is
 )
-
-LONGEST = 50  # characters of the temporary folder's path; with a socket's name it must stay below 108
 
 
 def main() -> None:
@@ -153,26 +150,12 @@ class ForkServer:
 
 
 class Team:
-    """The fork server and, through it, the members' processes. Leaving the context ends all of them."""
+    """The members' processes, through the fork server. Leaving the context ends all of them."""
 
-    def __init__(self) -> None:
-        self.private = private_directory()
-        self.log = self.private / "forkserver.log"
+    def __init__(self, process: ForkProcess) -> None:
+        self._process, self.private, self.log = process, process.private, process.log
         self._pids: dict[str, int] = {}
-        ours, theirs = socket.socketpair()
-        ending, self._lifeline = os.pipe()
-        self._channel = Channel(ours)
-        with theirs, self.log.open("wb") as log:
-            given = (theirs.fileno(), ending)
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "shoal.launcher.forkserver", *map(str, given), str(self.private)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=given,
-                start_new_session=True,  # Ctrl-C is for the launcher alone, which tells the others
-            )
-        os.close(ending)
+        self._channel = Channel(process.channel)
 
     def __enter__(self) -> Self:
         return self
@@ -182,11 +165,7 @@ class Team:
     ) -> None:
         for pid in self._pids.values():
             kill_group(pid)
-        self._server.kill()
-        self._server.wait()
-        self._channel.close()
-        os.close(self._lifeline)
-        shutil.rmtree(self.private, ignore_errors=True)
+        self._process.kill()
 
     def fileno(self) -> int:
         """For selectors."""
@@ -207,17 +186,6 @@ class Team:
                 case Exited():
                     del self._pids[message.member]
         return messages
-
-
-def private_directory() -> Path:
-    """A directory for sockets that only this user may enter."""
-    return Path(tempfile.mkdtemp(prefix="shoal-", dir=temporary_folder()))
-
-
-def temporary_folder() -> str:
-    """The temporary folder, or /tmp where that one's name is too long for a socket in it."""
-    folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) <= LONGEST else "/tmp"
 
 
 if __name__ == "__main__":

@@ -22,17 +22,10 @@ import shoal
 from shoal.config import Config
 from shoal.errors import PeerFailed
 from shoal.events import Event, Tail
-from shoal.launcher import (
-    FAILED,
-    FINISHED,
-    STOPPED,
-    Exited,
-    Kill,
-    Ready,
-    Spawn,
-    Stop,
-)
+from shoal.launcher import FAILED, FINISHED, STOPPED
 from shoal.launcher.forkserver import Team
+from shoal.launcher.messages import Exited, Kill, Ready, Spawn, Stop
+from shoal.launcher.process import ForkProcess
 from shoal.launcher.progress import Board, View
 from shoal.rundir import RunDir
 from shoal.schedule import UNSCHEDULED, Schedules
@@ -80,14 +73,17 @@ class Failure:
         return self.follows, self.time
 
 
-def launch(job: Job) -> int:
+def launch(job: Job, process: ForkProcess) -> int:
     """Runs a job to its end: summary written, table shown, nothing left running.
+
+    Args:
+        process: it is over after this.
 
     Returns:
         The exit status: 0 finished, 3 stopped in good order, 1 failed.
     """
     started = time.time()
-    with _signals() as signals, Team() as team:
+    with _signals() as signals, Team(process) as team:
         view = View()
         board = Board(job.topology, job.run_dir, view)
         supervisor = Supervisor(job, team, board)

@@ -26,7 +26,8 @@ from shoal import session
 from shoal.config import Config
 from shoal.errors import ShoalError, Stopped
 from shoal.events import Events
-from shoal.launcher import FAILED, FAILED_HERE, FINISHED, STOPPED, Spawn
+from shoal.launcher import FAILED, FAILED_HERE, FINISHED, STOPPED
+from shoal.launcher.messages import Spawn
 from shoal.rundir import RunDir
 from shoal.session import Membership
 from shoal.site import OneMachine

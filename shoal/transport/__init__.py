@@ -83,16 +83,29 @@ class Post:
         self.plan = ""
         self._run = run
         self._sequence = itertools.count(1)
+        self._waiting: dict[str, list[list[Frame]]] = {}
         self._closed = False
 
     def send(
-        self, peer: str, kind: Kind, body: Body | None = None, frames: Sequence[Frame] = (), **fields: Any
+        self,
+        peer: str,
+        kind: Kind,
+        body: Body | None = None,
+        frames: Sequence[Frame] = (),
+        *,
+        early: bool = False,
+        **fields: Any,
     ) -> Token:
-        """Send one message; `fields` are the header's.
+        """Send one message.
 
         A single frame that lies in memory that the peer shares is not sent: the peer is told where it lies,
         which takes the control lane, and reads it there. So it must stay as it is until the protocol says
         that the peer is done with it.
+
+        Args:
+            early: nobody needs it before this member's next message to that peer. If no bytes have to be
+                sent, it leaves with that one, so that the peer is woken once.
+            fields: the header's.
 
         Raises:
             UsageError: after `close`.
@@ -116,7 +129,13 @@ class Post:
             sent=time.time(),
             **fields,
         )
-        return self.endpoint.send(peer, lane, encode(header, body, frames), turn)
+        message = encode(header, body, frames)
+        if early and place:
+            self._waiting.setdefault(peer, []).append(message)
+            return Released()
+        for waiting in self._waiting.pop(peer, ()):
+            self.endpoint.send(peer, "control", waiting)
+        return self.endpoint.send(peer, lane, message, turn)
 
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""

@@ -11,17 +11,19 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 
 from shoal.transport import Lane, Token
 from shoal.wire import Frame
 
-LIMIT = 1 << 36  # bytes in a message at most; memory is used as they come, whatever a prefix claims
+LIMIT = 1 << 36  # bytes in a message at most
+GREETING = 1 << 10  # bytes in what somebody sends who has not said yet who he is
 SCRATCH = 1 << 16  # bytes read at once; what is left of a larger frame is read into its place
-MOST = (SCRATCH - 8) // 8  # frames in a message: its prefix fits into the scratch
 WAKE = 1 << 16  # bytes of a large frame that are worth waking up for
 GATHER = 256  # buffers handed to the kernel at once
+SHORT = 1 << 12  # bytes that are sooner copied into one buffer than handed over in several
 LEAD = 1 << 16  # bytes that a link may be ahead of others of its pace
 STANDSTILL = 1.0  # seconds after which a link that does not move is not waited for
 _COUNT = struct.Struct("<Q")
@@ -43,34 +45,43 @@ class _Letter:
 
 
 class Inbox:
-    """Cuts what a socket brings into messages."""
+    """Cuts what a socket brings into messages.
+
+    Attributes:
+        limit: bytes that a message may have.
+    """
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
+        self.limit = GREETING
         self._scratch = bytearray(SCRATCH)
         self._view = memoryview(self._scratch)
         self._from = self._to = 0
         self._frames: list[bytearray] = []
+        self._sizing = False  # what is being filled are the sizes of many frames
         self._at = self._filled = 0
+        self._sleeps = link.family == socket.AF_INET
         self._asleep = 1  # bytes that must be there before the kernel says that there is something
 
-    def read(self) -> list[list[Frame]]:
+    def read(self) -> Iterator[list[Frame]]:
         """The messages that are complete now; raises OSError once the peer has closed, or sends nonsense."""
         try:
             taken = self._take()
         except BlockingIOError:
-            return []
+            return
         if not taken:
             raise ConnectionResetError("the peer has closed")
-        found: list[list[Frame]] = []
         while self._frames or self._start():
             if not self._fill():
                 break
-            found.append(list(self._frames))
-            self._frames = []
-        if self._link.family == socket.AF_INET:
+            frames, self._frames = self._frames, []
+            if self._sizing:
+                self._sizing = False
+                self._open(struct.unpack(f"<{len(frames[0]) // _COUNT.size}Q", frames[0]))
+            else:
+                yield [*frames]
+        if self._sleeps:
             self._sleep()
-        return found
 
     def _sleep(self) -> None:
         """Within a large frame be woken for large parts of it, not for every packet."""
@@ -111,22 +122,34 @@ class Inbox:
         return True
 
     def _start(self) -> bool:
-        """Make room for a message's frames, if all of its prefix is here."""
+        """Take a message's frames if all is here; else make room for them, or first for their sizes."""
         have = self._to - self._from
         if have < _COUNT.size:
             return False
         (count,) = _COUNT.unpack_from(self._scratch, self._from)
-        if not 0 < count <= MOST:
+        if not 0 < count <= self.limit // _COUNT.size:
             raise OSError(f"a message of {count} frames")
-        sizes = struct.Struct(f"<{count}Q")
-        if have < _COUNT.size + sizes.size:
-            return False
-        wanted = sizes.unpack_from(self._scratch, self._from + _COUNT.size)
-        if sum(wanted) > LIMIT:
-            raise OSError(f"a message of {sum(wanted)} bytes")
-        self._from += _COUNT.size + sizes.size
-        self._frames, self._at, self._filled = [bytearray(n) for n in wanted], 0, 0
+        self._from += _COUNT.size
+        prefix = _COUNT.size * (1 + count)
+        if have < prefix:
+            self._sizing = True
+            self._frames, self._at, self._filled = [bytearray(prefix - _COUNT.size)], 0, 0
+            return True
+        sizes = struct.unpack_from(f"<{count}Q", self._scratch, self._from)
+        self._from += prefix - _COUNT.size
+        if have < prefix + sum(sizes):
+            self._open(sizes)
+            return True
+        ends = [*accumulate(sizes, initial=self._from)]
+        self._frames = [self._scratch[start:end] for start, end in pairwise(ends)]
+        self._from, self._at = ends[-1], count
         return True
+
+    def _open(self, sizes: Sequence[int]) -> None:
+        """Make room for frames of these sizes."""
+        if sum(sizes) > self.limit:
+            raise OSError(f"a message of {sum(sizes)} bytes")
+        self._frames, self._at, self._filled = [bytearray(size) for size in sizes], 0, 0
 
 
 class Pace:
@@ -201,6 +224,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.socket, self.inbox = connection, Inbox(connection)
+        self.file = connection.fileno()  # which a closed socket does not know any more
         self.peer = ""
         self.lane: Lane = "control"
         self.pace: Pace | None = None
@@ -227,14 +251,17 @@ class Link:
 
     def send(self, frames: Sequence[Frame], turn: int = 0) -> Token:
         """Hand a message to the kernel, or as much of it as it takes; see Endpoint.send."""
-        views = [memoryview(frame).cast("B") for frame in frames]
-        prefix = struct.pack(f"<{len(views) + 1}Q", len(views), *[view.nbytes for view in views])
-        letter = _Letter([memoryview(prefix), *views], turn, self._some_left)
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        prefix = struct.pack(f"<{len(sizes) + 1}Q", len(sizes), *sizes)
+        total, parts = sum(sizes), (prefix, *frames)
+        if total <= SHORT:
+            parts = (b"".join(parts),)
+        letter = _Letter([memoryview(part).cast("B") for part in parts], turn, self._some_left)
         with self.lock:
             if self.broken:
                 letter.left = True
                 return letter
-            self.given += sum(view.nbytes for view in views)
+            self.given += total
             self._enqueue(letter)
             if self._queue[0] is letter:
                 self.flush()
@@ -306,7 +333,7 @@ class Writer:
     def watch(self, link: Link) -> None:
         """Empty a link's queue from now on."""
         with self._lock:
-            self._links[link.socket.fileno()] = link
+            self._links[link.file] = link
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="shoal writer", daemon=True)
                 self._thread.start()
@@ -315,8 +342,12 @@ class Writer:
     def forget(self, link: Link) -> None:
         """A link is about to be closed."""
         with self._lock:
-            self._links = {file: known for file, known in self._links.items() if known is not link}
+            self._drop(link)
         self._wake()
+
+    def _drop(self, link: Link) -> None:
+        if self._links.get(link.file) is link:
+            del self._links[link.file]
 
     def _wake(self) -> None:
         with suppress(OSError):  # it is awake already, or has ended
@@ -347,7 +378,7 @@ class Writer:
             handed = link.flush()
             if not link.waiting:
                 with self._lock:
-                    self._links.pop(link.socket.fileno(), None)
+                    self._drop(link)
         return handed
 
     def close(self, until: float) -> None:

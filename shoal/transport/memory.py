@@ -10,16 +10,21 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from shoal.errors import ProtocolError
+from shoal.errors import ProtocolError, enough_files
 from shoal.parameters import as_bytes
 from shoal.wire import Frame
 
+KNOWN = 1 << 12  # places that are remembered
 _PLACE = re.compile(r"(\d{1,10}):(\d{1,7}):(\d{1,19}):(\d{1,19}):(\d{1,19})")
+
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class _Region(NamedTuple):
@@ -46,12 +51,15 @@ class Memory:
         self._near = near
         self._own: list[_Region] = []
         self._seen: dict[int, memoryview] = {}
+        self._placed: dict[int, tuple[Frame, str]] = {}  # by the frame's id
+        self._read: dict[str, memoryview] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
         """Zeroed memory (uint8, `nbytes` long) that near peers can read in place."""
         if nbytes == 0 or not hasattr(os, "memfd_create"):
             return torch.zeros(nbytes, dtype=torch.uint8)
-        file = os.memfd_create("shoal")
+        with enough_files():
+            file = os.memfd_create("shoal")
         os.ftruncate(file, nbytes)
         region = _mapped(file, nbytes)
         name = f"{os.getpid()}:{file}:{os.fstat(file).st_ino}"
@@ -64,17 +72,27 @@ class Memory:
         """Where a peer finds a frame that lies in this member's memory; "" if it has to be sent."""
         if isinstance(frame, bytes) or not self._own or not self._near(peer):
             return ""
-        view = torch.frombuffer(frame, dtype=torch.uint8) if len(frame) else None
-        if view is None:
+        _, place = self._placed.get(id(frame), (None, ""))  # the frame is kept, so nothing else has its id
+        if not place and (place := self._find(frame)):
+            _note(self._placed, id(frame), (frame, place))
+        return place
+
+    def _find(self, frame: bytearray | memoryview) -> str:
+        if not len(frame):
             return ""
-        start = view.data_ptr()
+        start, size = torch.frombuffer(frame, dtype=torch.uint8).data_ptr(), memoryview(frame).nbytes
         for region in self._own:
-            if region.first <= start and start + len(view) <= region.last:
-                return f"{region.name}:{start - region.first}:{len(view)}"
+            if region.first <= start and start + size <= region.last:
+                return f"{region.name}:{start - region.first}:{size}"
         return ""
 
     def at(self, place: str) -> Frame:
         """The bytes at a place that a peer has named; raises ProtocolError where there is no such place."""
+        if place not in self._read:
+            _note(self._read, place, self._look_up(place))
+        return self._read[place]
+
+    def _look_up(self, place: str) -> memoryview:
         found = _PLACE.fullmatch(place)
         if found is None:
             raise ProtocolError(f"a message says that its bytes lie at {place[:40]!r}, which is no place")
@@ -105,8 +123,15 @@ class Memory:
         """Let go of all regions; who has one mapped keeps it until he lets go of its tensors."""
         for region in self._own:
             os.close(region.file)
-        self._own.clear()
-        self._seen.clear()
+        for known in (self._own, self._seen, self._placed, self._read):
+            known.clear()
+
+
+def _note(known: dict[_K, _V], key: _K, value: _V) -> None:
+    """Remember what is asked for at each step, and little else."""
+    if len(known) >= KNOWN:
+        known.clear()
+    known[key] = value
 
 
 def _mapped(file: int, nbytes: int) -> Tensor:

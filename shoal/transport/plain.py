@@ -21,9 +21,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from shoal.errors import LaunchError, PeerFailed, UsageError
+from shoal.errors import LaunchError, PeerFailed, UsageError, enough_files
 from shoal.transport import LANES, Lane, Released, Token
-from shoal.transport.links import Link, Pace, Writer
+from shoal.transport.links import LIMIT, Link, Pace, Writer
 from shoal.transport.memory import Memory
 from shoal.wire import Frame
 
@@ -66,7 +66,8 @@ class PlainSockets:
         self._arrived: dict[Lane, deque[list[Frame]]] = {"control": deque(), "bulk": deque()}
         self._poll = select.poll()
         self._listener: socket.socket | None = None
-        self._writer = Writer()
+        with enough_files(name):
+            self._writer = Writer()
         self._paces: defaultdict[str, Pace] = defaultdict(Pace)
         if listen is not None:
             self._listener = self._listen(listen)
@@ -82,7 +83,8 @@ class PlainSockets:
 
     def _listen(self, address: str) -> socket.socket:
         family, where = _parse(address)
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        with enough_files(self.name):
+            listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             if family == socket.AF_INET:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,7 +105,8 @@ class PlainSockets:
         self._dialled.add(peer)
         family, where = _parse(address)
         for lane in LANES:
-            connection = socket.socket(family, socket.SOCK_STREAM)
+            with enough_files(self.name):
+                connection = socket.socket(family, socket.SOCK_STREAM)
             connection.settimeout(timeout)
             try:
                 connection.connect(where)
@@ -128,14 +131,13 @@ class PlainSockets:
         return link
 
     def _known(self, link: Link, peer: str, lane: Lane) -> None:
-        link.peer, link.lane = peer, lane
+        link.peer, link.lane, link.inbox.limit = peer, lane, LIMIT
         self._links[peer, lane] = link
 
     def send(self, peer: str, lane: Lane, frames: Sequence[Frame], turn: int = 0) -> Token:
         """See Endpoint.send."""
         self._check_process()
-        payload = sum(memoryview(frame).nbytes for frame in frames[2:])
-        self.traffic[peer] += payload
+        self.traffic[peer] += sum([memoryview(frame).nbytes for frame in frames[2:]])
         link = self._links.get((peer, lane))
         if link is None:  # it has not dialled yet
             self._early[peer, lane].append(([bytes(frame) for frame in frames], turn))
@@ -168,10 +170,10 @@ class PlainSockets:
 
     def _read(self, timeout: float) -> None:
         for file, _ in self._poll.poll(max(0, timeout * 1000)):
-            if self._listener is not None and file == self._listener.fileno():
+            link = self._by_file.get(file)
+            if link is None:
                 self._accept()
                 continue
-            link = self._by_file[file]
             try:
                 for frames in link.inbox.read():
                     if link.peer:
@@ -183,7 +185,7 @@ class PlainSockets:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with suppress(BlockingIOError):
+        with suppress(BlockingIOError, ConnectionError), enough_files(self.name):
             while True:
                 self._add(self._listener.accept()[0])
 
@@ -200,7 +202,7 @@ class PlainSockets:
             self._writer.watch(link)
 
     def _drop(self, link: Link, file: int) -> None:
-        """The peer has closed its end."""
+        """The peer has closed its end, or is not to be heard any more."""
         self._poll.unregister(file)
         del self._by_file[file]
         with link.lock:
@@ -212,13 +214,16 @@ class PlainSockets:
         """Send what is still queued, then wait until each peer has read it, `linger` seconds at most."""
         until = time.monotonic() + self._linger
         self._writer.close(until)
-        for link in self._by_file.values():
-            with suppress(OSError):
-                link.socket.shutdown(socket.SHUT_WR)
+        for file, link in list(self._by_file.items()):
+            if link.peer:
+                with suppress(OSError):
+                    link.socket.shutdown(socket.SHUT_WR)
+            else:  # who has not said who he is has nothing to read
+                self._drop(link, file)
         while self._by_file and time.monotonic() < until:
             self._read(until - time.monotonic())
-        for link in self._by_file.values():
-            link.end()
+        for file, link in list(self._by_file.items()):
+            self._drop(link, file)
         if self._listener is not None:
             at = self._listener.getsockname()
             self._listener.close()
