@@ -146,15 +146,14 @@ class Exchange:
         self._numbers[number] += 1
         self._totals[self.server_of(number)] += 1
         self._sent[number] = self._residuals.encode(chunk, slot, touched)
-        self._send_share(chunk, early=True)
+        self._send_share(chunk)
 
-    def _send_share(self, chunk: Chunk, early: bool = False) -> None:
+    def _send_share(self, chunk: Chunk) -> None:
         number = chunk.number
         self._tokens[number] = self._post.send(
             self.server_of(number),
             Kind.SHARE,
             frames=self._frames.of(number, self._sent[number]),
-            early=early,
             group=self.member.group,
             step=self.steps[chunk.optimizer] + 1,
             number=self._numbers[number],

@@ -18,7 +18,7 @@ import shoal.wire as wire
 from shoal import Run
 from shoal.errors import ModelMismatch, PeerFailed, ProtocolError
 from shoal.leases import Ask, Block
-from shoal.parameters import as_bytes, checked
+from shoal.parameters import checked
 from shoal.partition import Buffer, Parameter, make_plan
 from shoal.testing import run_cluster
 from shoal.transport import Post
@@ -152,26 +152,6 @@ def test_a_post_says_who_sent_what_and_when() -> None:
     assert (first.header.sender, first.header.life, first.header.plan) == ("worker 0.0", 3, "digest")
     assert second.header.sequence == first.header.sequence + 1
     assert second.header.sent >= first.header.sent > 1.7e9
-
-
-def test_a_place_that_nobody_needs_yet_leaves_with_the_next_message() -> None:
-    hub = Hub()
-    worker, server = (Post(InProcess(hub, name), RUN) for name in ("worker 0.0", "server 0.0"))
-    room = worker.endpoint.memory.allocate(64)
-    for chunk, frame in enumerate((as_bytes(room[:32]), bytes(32))):  # what has to be sent leaves at once
-        worker.send("server 0.0", Kind.SHARE, None, [frame], early=True, chunk=chunk)
-    worker.send("server 0.1", Kind.COMMIT)
-    assert [each.header.chunk for each in heard(server)] == [0, 1]
-    worker.send("server 0.0", Kind.SHARE, None, [as_bytes(room[:32])], early=True, chunk=0)
-    assert heard(server) == []
-    worker.send("server 0.0", Kind.SHARE, None, [as_bytes(room[32:])], early=True, chunk=1)
-    worker.send("server 0.0", Kind.COMMIT)
-    kinds = [(each.header.kind, each.header.chunk) for each in heard(server)]
-    assert kinds == [(Kind.SHARE, 0), (Kind.SHARE, 1), (Kind.COMMIT, -1)]
-
-
-def heard(post: Post) -> list[Message]:
-    return list(iter(lambda: post.receive(0.0), None))
 
 
 # A server among strangers.

@@ -83,7 +83,6 @@ class Post:
         self.plan = ""
         self._run = run
         self._sequence = itertools.count(1)
-        self._waiting: dict[str, list[list[Frame]]] = {}
         self._closed = False
 
     def send(
@@ -92,20 +91,13 @@ class Post:
         kind: Kind,
         body: Body | None = None,
         frames: Sequence[Frame] = (),
-        *,
-        early: bool = False,
         **fields: Any,
     ) -> Token:
-        """Send one message.
+        """Send one message; `fields` are the header's.
 
         A single frame that lies in memory that the peer shares is not sent: the peer is told where it lies,
         which takes the control lane, and reads it there. So it must stay as it is until the protocol says
         that the peer is done with it.
-
-        Args:
-            early: nobody needs it before this member's next message to that peer. If no bytes have to be
-                sent, it leaves with that one, so that the peer is woken once.
-            fields: the header's.
 
         Raises:
             UsageError: after `close`.
@@ -129,13 +121,7 @@ class Post:
             sent=time.time(),
             **fields,
         )
-        message = encode(header, body, frames)
-        if early and place:
-            self._waiting.setdefault(peer, []).append(message)
-            return Released()
-        for waiting in self._waiting.pop(peer, ()):
-            self.endpoint.send(peer, "control", waiting)
-        return self.endpoint.send(peer, lane, message, turn)
+        return self.endpoint.send(peer, lane, encode(header, body, frames), turn)
 
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""
