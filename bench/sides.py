@@ -41,6 +41,7 @@ class Job:
     given: bool = False
     overlap: bool = False
     hold: bool = False
+    listed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -61,8 +62,8 @@ class Job:
         words = ["--engine", engine, "--bell", bell]
         given = {name: value for name, value in options.items() if value is not None}
         words += [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        flags = {"--given": self.given, "--overlap": self.overlap, "--hold": self.hold}
-        return [*words, *(flag for flag, wanted in flags.items() if wanted)]
+        flags = ("given", "overlap", "hold", "listed")
+        return [*words, *(f"--{flag}" for flag in flags if getattr(self, flag))]
 
 
 @dataclass(frozen=True)

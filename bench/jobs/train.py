@@ -13,16 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from bench.jobs.meter import Meter
-from bench.jobs.models import Shape, give, make_model, shape_of
+from bench.jobs.models import give, make_model, shape_of
 
 NOTHING = (torch.empty(0), torch.empty(0))  # a batch, where gradients are given
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
@@ -49,10 +46,11 @@ def endless(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         yield from loader
 
 
-def data(shape: Shape, batch: int) -> TensorDataset:
+def data(job: argparse.Namespace, batch: int) -> Any:
     """Random samples of the model's kind, for 64 batches."""
-    count = 64 * batch
-    return TensorDataset(torch.randn(count, shape.inputs), torch.randint(shape.outputs, (count,)))
+    shape, count = shape_of(job.model), 64 * batch
+    found = TensorDataset(torch.randn(count, shape.inputs), torch.randint(shape.outputs, (count,)))
+    return [found[index] for index in range(count)] if job.listed else found
 
 
 def plain(job: argparse.Namespace, rank: int = 0) -> Loop:
@@ -64,7 +62,7 @@ def plain(job: argparse.Namespace, rank: int = 0) -> Loop:
     optimizer = OPTIMIZERS[job.optimizer](model.parameters(), lr=1e-3)
     if job.given:
         return Loop(model, optimizer, repeat(NOTHING))
-    loader = DataLoader(data(shape, job.batch), batch_size=job.batch, shuffle=True)
+    loader = DataLoader(data(job, job.batch), batch_size=job.batch, shuffle=True)
     return Loop(model, optimizer, endless(loader))
 
 
@@ -74,6 +72,8 @@ def ddp(job: argparse.Namespace) -> Loop:
     loop = plain(job, dist.get_rank())
     loop.model = DistributedDataParallel(loop.model)
     if job.engine == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a fifth of a second
+
         cls = OPTIMIZERS[job.optimizer]
         loop.optimizer = ZeroRedundancyOptimizer(loop.model.parameters(), cls, lr=1e-3)
     return loop
@@ -81,6 +81,9 @@ def ddp(job: argparse.Namespace) -> Loop:
 
 def fsdp(job: argparse.Namespace) -> Loop:
     """FSDP2: parameters, gradients and state are divided among the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     dist.init_process_group("gloo")
     loop = plain(job, dist.get_rank())
     fully_shard(loop.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -97,7 +100,7 @@ def with_shoal(job: argparse.Namespace) -> Loop:
         run.hold()
     if job.given:
         return Loop(model, optimizer, (NOTHING for _ in run.epochs(1 << 40)), run.stop)
-    loader = run.loader(data(shape_of(job.model), job.batch * run.world_size), batch_size=job.batch)
+    loader = run.loader(data(job, job.batch * run.world_size), batch_size=job.batch)
     return Loop(model, optimizer, run.steps(loader, 1 << 40), run.stop)
 
 
@@ -137,8 +140,7 @@ def train(loop: Loop, job: argparse.Namespace, meter: Meter) -> dict[str, float]
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of optimizer state on this process."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer = optimizer.optim
+    optimizer = getattr(optimizer, "optim", optimizer)  # ZeRO's own, of this rank
     state = (value for entry in optimizer.state.values() for value in entry.values())
     parts = (getattr(value, "_local_tensor", value) for value in state)  # of a DTensor what is here
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
@@ -159,6 +161,7 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=4.0, help="how many times as long the slow rank waits")
     parser.add_argument("--given", action="store_true", help="gradients are there without any computation")
     parser.add_argument("--overlap", action="store_true", help="Shoal's step() returns at once")
+    parser.add_argument("--listed", action="store_true", help="samples one by one, not rows of a tensor")
     parser.add_argument("--hold", action="store_true", help="Shoal pushes at step()")
     job = parser.parse_args()
     meter = Meter(job.bell, job.warmup)

@@ -32,11 +32,13 @@ def naive_scenario() -> Scenario:
 def local_scenario() -> Scenario:
     sides: list[Side] = []
     claims: list[Claim] = []
-    for words, job in (
-        ("digits MLP", Job("digits", batch=32, warmup=100, steps=1500)),
-        ("10 million parameters", Job("ten", batch=32, warmup=3, steps=30)),
+    digits = Job("digits", batch=32, warmup=100, steps=1500)
+    for words, what, job in (
+        ("digits MLP", "digits", digits),
+        ("10 million parameters", "ten", Job("ten", batch=32, warmup=3, steps=30)),
+        ("digits MLP, samples one by one", "list", replace(digits, listed=True)),
     ):
-        plain, shoal = f"plain, {job.model}", f"shoal, {job.model}"
+        plain, shoal = f"plain, {what}", f"shoal, {what}"
         sides += [alone(plain, job), on_this_machine(shoal, job, {})]
         claims.append(over(f"{words}: step over the plain loop", (shoal, "step_s"), (plain, "step_s"), 1.03))
     about = "One worker on one machine beside a plain PyTorch loop, Adam, with a loader, one thread"
