@@ -22,6 +22,7 @@ from shoal.shard import squared_norm
 from shoal.site import Membership
 from shoal.stepping import CLIP_LAST, Loop, Skips, finite, loss_scale
 from shoal.transport import Post
+from shoal.updater import bare_step
 from shoal.waiting import Outcome
 from shoal.wire import Frame, Hello, Kept, Kind, Pull, State
 
@@ -106,7 +107,7 @@ class OwnStepper:
     ) -> None:
         self.number, self.staleness, self.stop = number, 0, False
         self._optimizer, self._replica, self._exchange, self._loop = optimizer, replica, exchange, loop
-        self._own_step = _bare_step(optimizer)
+        self._own_step = bare_step(type(optimizer))  # its hooks run around ours
         self._chunks = list(exchange.chunks_of(number))
         self._full = sum(chunk.buffer is None for chunk in self._chunks)
         rows = {p.parameter: chunk.row for chunk in self._chunks for p in chunk.pieces}
@@ -227,11 +228,3 @@ class OwnStepper:
         for index, piece in enumerate(chunk.pieces):
             self._replica.fill(chunk, index, self._replica.tensors[piece.parameter].grad)
         return self._replica.slots[chunk.number]
-
-
-def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
-    """The step of its class, without torch's wrapper, whose hooks run around ours."""
-    wrapped: Any = type(optimizer).step
-    step: Callable[[Any], Any] = getattr(wrapped, "__wrapped__", wrapped)
-    torchs = type(optimizer).__module__.startswith("torch.optim.")  # it switches gradients off itself
-    return step if torchs else torch.no_grad()(step)

@@ -199,7 +199,9 @@ class Updater:
         ]
         defaults = _tuples({key: value for key, value in spec.defaults.items() if key in keywords})
         self._optimizer = cls(params, **defaults)
-        self._step, self._settings = _bare(self._optimizer), Settings()
+        torchs = class_name(cls).startswith("torch.optim:")  # others may have hooks of their own
+        self._step = partial(bare_step(cls), self._optimizer) if torchs else self._optimizer.step
+        self._settings = Settings()
 
     def _join(self, run: _Run) -> Tensor:
         first = self._pieces[run[0]]
@@ -299,15 +301,15 @@ class Updater:
             self._optimizer.state[view][entry.key] = value
 
 
-def _bare(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The step of a class of torch's own without what is wrapped around it for profilers and hooks.
+def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
+    """The step of a class without what torch wraps around it for profilers and hooks.
 
     That takes longer than a small step itself.
     """
-    if not class_name(type(optimizer)).startswith("torch.optim:"):
-        return optimizer.step
-    step: Any = type(optimizer).step
-    return partial(step.__wrapped__, optimizer)
+    wrapped: Any = cls.step
+    step: Callable[[Any], Any] = getattr(wrapped, "__wrapped__", wrapped)
+    torchs = cls.__module__.startswith("torch.optim.")  # it switches gradients off itself
+    return step if torchs else torch.no_grad()(step)
 
 
 def _alone(indices: Iterable[int]) -> list[_Run]:
