@@ -11,7 +11,7 @@ from shoal.errors import MissedWait, ParameterEdited
 from shoal.exchange import Exchange
 from shoal.parameters import Replica, fingerprint
 from shoal.partition import Chunk
-from shoal.rows import Content, numbers_of
+from shoal.rows import numbers_of
 from shoal.waiting import Outcome
 
 WAIT = "call run.wait() before the script uses parameters itself: with overlap=True only forwards wait"
@@ -101,31 +101,24 @@ class Arrivals:
         Raises:
             ParameterEdited, MissedWait: it has, and the new values would undo that.
         """
-        coming = self.missing.intersection(chunks)
+        coming = sorted(self.missing.intersection(chunks))
         if not coming:
             return
         self.broken = True  # until it has gone well
-        plan, buffers = self._replica.plan.chunks, list[int]()
-        parameters = {piece.parameter for number in coming for piece in plan[number].pieces}
+        outcome = self._outcome or self._exchange.wait(self._optimizer, coming)
+        new = {self._replica.plan.chunks[number]: outcome.values[number] for number in coming}
+        parameters = {piece.parameter for chunk in new for piece in chunk.pieces}
+        buffers = _buffers(chunk for chunk, values in new.items() if checked or values is not None)
         if not checked:
             self._watch.check(self._step, parameters)
-        while coming:  # some go into the model while others are on their way
-            values = (self._outcome or self._exchange.come(self._optimizer, coming)).values
-            for number in sorted(coming.intersection(values)):
-                buffers += self._write(plan[number], values.pop(number), checked)
-                coming.discard(number)
-                self.missing.discard(number)
+            self._check_buffers(buffers)
+        for chunk, values in new.items():
+            if values is not None:
+                self._replica.install(chunk, values)
+            del outcome.values[chunk.number]
         self._watch.remember(self._step, parameters, buffers)
+        self.missing.difference_update(coming)
         self.broken = False
-
-    def _write(self, chunk: Chunk, values: Content | None, checked: bool) -> list[int]:
-        """Write a chunk's values into the model; the buffers that may be changed from now on."""
-        written = [chunk.buffer] if chunk.buffer is not None and (checked or values is not None) else []
-        if not checked:
-            self._check_buffers(written)
-        if values is not None:
-            self._replica.install(chunk, values)
-        return written
 
     def release(self) -> None:
         """The script goes on while values are missing: from now on changes of buffers are its own."""
@@ -134,8 +127,8 @@ class Arrivals:
 
     def complete(self, checked: bool = False) -> Outcome | None:
         """Wait for all values and have them in the model; returns what came with a step's, once."""
-        self.install(self.missing, checked)
         self.receive()
+        self.install(self.missing, checked)
         outcome, self._outcome, self._expected = self._outcome, None, False
         return outcome
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shoal.codecs import EXACT, Coded, Coding
 from shoal.config import Timeouts
@@ -242,15 +241,16 @@ class Exchange:
         """The last committed step of an optimizer; its values may still be on their way."""
         return self.steps[optimizer] + (optimizer in self._waiter.opened)
 
-    def come(self, optimizer: int, chunks: Collection[int]) -> Outcome:
-        """Wait until new values of some of these chunks are here; what has come of the step so far."""
-        wait = self._waiter.opened[optimizer]
-        self._waiter.until(wait, lambda: not wait.chunks.issuperset(chunks))
-        return wait.outcome
+    def wait(self, optimizer: int, chunks: Collection[int] | None = None) -> Outcome:
+        """Wait for the new values of all chunks of the optimizer; the committed step is then over.
 
-    def wait(self, optimizer: int) -> Outcome:
-        """Wait for the new values of all chunks of the optimizer; the committed step is then over."""
+        Args:
+            chunks: wait for these only, and the step is not over yet.
+        """
         wait = self._waiter.opened[optimizer]
+        if chunks is not None:
+            self._waiter.until(wait, lambda: wait.chunks.isdisjoint(chunks))
+            return wait.outcome
         self._waiter.until(wait, lambda: not wait.chunks)
         del self._waiter.opened[optimizer]
         self.steps[optimizer] = wait.step
@@ -305,8 +305,8 @@ class Exchange:
             for chunk in edited.keys() - wait.stored:
                 if self.server_of(chunk) == server:
                     frames = [frame for content in edited[chunk] for frame in frames_of(content)]
-                    fields: dict[str, Any] = {"group": self.member.group, "number": self._edits}
-                    self._post.send(server, Kind.INIT, Init(), frames, chunk=chunk, **fields)
+                    group, edit = self.member.group, self._edits
+                    self._post.send(server, Kind.INIT, Init(), frames, group=group, chunk=chunk, number=edit)
 
         wait.again = send
         for server in servers:

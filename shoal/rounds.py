@@ -138,8 +138,17 @@ class Rounds:
         for chunk in self.shard.chunks if header.chunk < 0 else (self.chunk(message),):
             if number > 0:
                 frames = frames_of(self._present.of(life.group, chunk.number, message.body(Pull)))
-                fields: dict[str, Any] = {"chunk": chunk.number, "dtype": chunk.dtype, "number": number}
-                self._post.send(header.sender, Kind.VALUES, Values(), frames, **fields)
+                self._post.send(
+                    header.sender,
+                    Kind.VALUES,
+                    Values(),
+                    frames,
+                    chunk=chunk.number,
+                    dtype=chunk.dtype,
+                    number=number,
+                    version=self.admission.version(chunk.number),
+                    lsn=self.shard.revision[chunk.number],
+                )
             elif self.admission.cold(life.group):
                 self._cold[life.group, life.rank] = number
             elif number < 0:

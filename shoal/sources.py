@@ -104,6 +104,7 @@ class Indexed:
         rest["worker_init_fn"] = Start(rest.get("worker_init_fn"))
         self._sampler = _Dealt()
         self._loading = Loading(dataset, place, {**rest, "batch_sampler": self._sampler})
+        self._generator = rest.get("generator")
         self._make = None if rest.get("num_workers") or rest.get("pin_memory") else self._maker(rest)
 
     def length(self, epoch: int) -> int | None:
@@ -121,6 +122,8 @@ class Indexed:
         if self._make is None:
             yield from self._loaded(epoch, coming)
             return
+        if self._generator is not None:  # as a DataLoader does, for its processes' seed
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
         for batch in coming:
             yield Ready(self._make(list(batch.indices)), batch.weight)
 

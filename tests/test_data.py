@@ -193,6 +193,28 @@ def test_a_batch_is_the_one_that_torch_makes(name: str) -> None:
                 assert a == b
 
 
+class Drawn(Dataset[float]):
+    """Samples are drawn from a generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand((), generator=self.generator))
+
+
+def test_a_generator_of_the_users_is_drawn_from_as_torch_does() -> None:
+    found = []
+    for make in (loader_of, DataLoader):
+        generator = torch.Generator().manual_seed(3)
+        loader = make(Drawn(generator), batch_size=2, shuffle=False, generator=generator)
+        found.append([torch.cat(list(loader)).tolist() for _ in range(2)])
+    assert found[0] == found[1]
+
+
 def test_what_torch_does_not_collate_is_the_same_error() -> None:
     data = TensorDataset(torch.eye(7).to_sparse())
     for batches in (loader_of(data, batch_size=2), DataLoader(data, batch_size=2)):

@@ -128,10 +128,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
     runs: list[Started] = []
     temporary = Path(tempfile.mkdtemp(prefix="test-", dir="/tmp"))  # short: sockets come to lie below it
 
-    def go(script: str, *args: str, cluster: str = "downpour", options: tuple[str, ...] = ()) -> Started:
+    def go(
+        script: str,
+        *args: str,
+        cluster: str = "downpour",
+        options: tuple[str, ...] = (),
+        before: tuple[str, ...] = (),
+    ) -> Started:
         (tmp_path / "train.py").write_text(script)
         mark, run_dir = uuid.uuid4().hex, tmp_path / "run"
-        command = [sys.executable, "-m", "shoal", "run", "--cluster", cluster, "--run-dir", str(run_dir)]
+        command = [sys.executable, "-m", "shoal", *before, "run", "--cluster", cluster]
+        command += ["--run-dir", str(run_dir)]
         process = subprocess.Popen(
             [*command, *options, "train.py", *args],
             cwd=tmp_path,
@@ -150,6 +157,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         for line in run.alive():
             os.kill(int(line.split()[0]), signal.SIGKILL)
     shutil.rmtree(temporary)
+
+
+def test_a_run_that_the_command_did_not_foresee_starts_all_the_same(start: Start) -> None:
+    start(SCRIPT + "for step in train(2):\n    pass\n", cluster="hogwild", before=("--",)).ends(0)
 
 
 def shoal_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:

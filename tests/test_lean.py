@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -18,13 +17,10 @@ from torch.optim import SGD, Optimizer
 
 from shoal import Run
 from shoal.acts import Average
-from shoal.parameters import Replica
-from shoal.partition import Chunk
 from shoal.shard import average
 from shoal.testing import run_cluster
-from shoal.transport.faulty import Fate
 from shoal.updater import Updater
-from shoal.wire import Header, Kind, OptimizerSpec
+from shoal.wire import OptimizerSpec
 
 APART: dict[str, Any] = {"nservers_per_group": 2, "server_worker_separate": True}
 Numbers = arrays("float32", 7, elements=st.floats(width=32))
@@ -96,35 +92,6 @@ def test_sums_by_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.parameters.BLOCK", 5)
     for name, found in run_cluster(work, SANDBLASTER).results.items():
         same(found, wanted[name])
-
-
-# Values are installed while others are on their way.
-
-
-def test_values_go_into_the_model_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed, began = threading.Event(), threading.Event()
-    install = Replica.install
-
-    def noted(self: Replica, chunk: Chunk, *args: Any) -> None:
-        install(self, chunk, *args)
-        if began.is_set() and chunk.server == 0:
-            installed.set()
-
-    def judge(header: Header, peer: str) -> Fate:
-        if header.kind is Kind.VALUES and header.step == 2 and header.sender == "server 0.1":
-            assert installed.wait(5)
-        if header.kind is Kind.COMMIT and header.step == 2:
-            began.set()
-        return "deliver"
-
-    def work(run: Run) -> None:
-        model = large()
-        model, optimizer = run.prepare(model, sgd(model))
-        fit(model, optimizer, regression(3, torch.float32))
-
-    monkeypatch.setattr(Replica, "install", noted)
-    run_cluster(work, APART, judge=judge)
-    assert installed.is_set()
 
 
 # Servers call an optimizer's step without torch's wrapper.

@@ -180,6 +180,7 @@ def test_a_stranger_who_hangs_up_at_once_is_nothing() -> None:
         struct.pack("<Q", 1 << 31),
         struct.pack("<QQ", 1, 1 << 60),
         struct.pack("<QQ", 1, 2000),  # more than anybody needs to say who he is
+        struct.pack("<QQ", 1, 20_000) + bytes(20_000),
         struct.pack("<QQ", 1, 4) + b"name",
         b"GET / HTTP/1.1\r\n\r\n",
     ],

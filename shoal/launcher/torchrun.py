@@ -163,7 +163,8 @@ class Rank:
         """
         self._meeting.join(self._wanted)
         rate = self._meeting.line_rate
-        if rate and not (self._topology.at_home or self._config.cluster.chunk_bytes):
+        step_waits_for_line = rate and not self._topology.at_home
+        if step_waits_for_line and not self._config.cluster.chunk_bytes:
             cluster = self._config.cluster.model_copy(update={"chunk_bytes": chunk_bytes(rate)})
             self._config = self._config.model_copy(update={"cluster": cluster})
         self._excepthook, sys.excepthook = sys.excepthook, self._uncaught

@@ -19,6 +19,7 @@ from shoal.transport import Lane, Token
 from shoal.wire import Frame
 
 LIMIT = 1 << 36  # bytes in a message at most
+MOST = 1 << 20  # frames in a message at most
 GREETING = 1 << 10  # bytes in what somebody sends who has not said yet who he is
 SCRATCH = 1 << 16  # bytes read at once; what is left of a larger frame is read into its place
 WAKE = 1 << 16  # bytes of a large frame that are worth waking up for
@@ -127,7 +128,7 @@ class Inbox:
         if have < _COUNT.size:
             return False
         (count,) = _COUNT.unpack_from(self._scratch, self._from)
-        if not 0 < count <= self.limit // _COUNT.size:
+        if not 0 < count <= min(MOST, self.limit // _COUNT.size):
             raise OSError(f"a message of {count} frames")
         self._from += _COUNT.size
         prefix = _COUNT.size * (1 + count)
@@ -137,7 +138,7 @@ class Inbox:
             return True
         sizes = struct.unpack_from(f"<{count}Q", self._scratch, self._from)
         self._from += prefix - _COUNT.size
-        if have < prefix + sum(sizes):
+        if sum(sizes) > min(self.limit, have - prefix):
             self._open(sizes)
             return True
         ends = [*accumulate(sizes, initial=self._from)]

@@ -22,7 +22,6 @@ from shoal.wire import Frame
 KNOWN = 1 << 12  # places that are remembered
 _PLACE = re.compile(r"(\d{1,10}):(\d{1,7}):(\d{1,19}):(\d{1,19}):(\d{1,19})")
 
-
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -81,7 +80,7 @@ class Memory:
         if not len(frame):
             return ""
         start, size = torch.frombuffer(frame, dtype=torch.uint8).data_ptr(), memoryview(frame).nbytes
-        for region in self._own:
+        for region in reversed(self._own):  # a later one may lie where one that is gone has lain
             if region.first <= start and start + size <= region.last:
                 return f"{region.name}:{start - region.first}:{size}"
         return ""
@@ -106,7 +105,8 @@ class Memory:
         return region[offset : offset + nbytes]
 
     def _map(self, process: int, file: int, inode: int) -> memoryview:
-        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        with enough_files():
+            opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(opened)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink or status.st_ino != inode:
