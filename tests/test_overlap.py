@@ -500,8 +500,8 @@ def test_values_that_do_not_come_are_named_in_the_forward_that_wants_them() -> N
             fit(model, optimizer, regression(1, torch.float32))
         raise AssertionError("the loop's end waits")
 
-    quick = Timeouts(start=20, values=0.5, flush=1, ask=0.1, evaluate=1, finish=1)
-    with pytest.raises(WaitTimeout, match=r"worker 0\.0, step 2: waited 0\.5 s \(timeouts\.values\)"):
+    quick = Timeouts(start=20, values=2, flush=1, ask=0.1, evaluate=1, finish=1)
+    with pytest.raises(WaitTimeout, match=r"worker 0\.0, step 2: waited 2 s \(timeouts\.values\)"):
         run_cluster(work, config(quick), judge=judge)
 
 
