@@ -180,18 +180,16 @@ def test_a_folder_of_the_same_name_does_not_hide_the_package(tmp_path: Path) -> 
     assert done.stdout.strip() == shoal.__file__
 
 
+def printed(code: str) -> str:
+    """What a new process prints that runs this."""
+    env = os.environ | {"PYTHONPATH": str(PACKAGE)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
 def test_the_command_starts_without_torch() -> None:
-    code = (
-        "import sys, shoal.commands, shoal.launcher.local; "
-        "print({'torch', 'rich', 'numpy'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(PACKAGE)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "set()\n", done.stderr
+    code = "import sys, shoal.commands, shoal.launcher.local; "
+    assert printed(code + "print({'torch', 'rich', 'numpy'} & set(sys.modules))") == "set()\n"
 
 
 def test_the_fork_server_starts_before_the_commands_own_imports() -> None:
@@ -200,13 +198,7 @@ def test_the_fork_server_starts_before_the_commands_own_imports() -> None:
         "cli.ForkProcess = lambda: sys.exit(str(slow & set(sys.modules))); "
         "sys.argv[1:] = ['run']; cli.main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(PACKAGE)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stderr == "set()\n"
+    assert printed(code) == "set()\n"
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
