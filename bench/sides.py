@@ -29,7 +29,11 @@ Block = Mapping[str, int | bool | str]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how long; fields as train.py's options."""
+    """What is trained, and how long; fields as train.py's options.
+
+    Attributes:
+        wait: seconds per step in place of computing; None = layers compute.
+    """
 
     model: str
     optimizer: str = "adam"
@@ -60,8 +64,8 @@ class Job:
             "slow-rank": self.slow_rank,
         }
         words = ["--engine", engine, "--bell", bell]
-        given = {name: value for name, value in options.items() if value is not None}
-        words += [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        for name, value in options.items():
+            words += [f"--{name}", str(value)] if value is not None else []
         flags = ("given", "overlap", "hold", "listed")
         return [*words, *(f"--{flag}" for flag in flags if getattr(self, flag))]
 

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -108,9 +107,7 @@ def run(
     from shoal.launcher.local import Job, launch
 
     directory = RunDir.create(run_dir or fresh(config.cluster.workspace))
-    job = Job(config, script, tuple(context.args), directory, schedules)
-    with nullcontext(context.obj) if context.obj is not None else ForkProcess() as process:
-        raise typer.Exit(launch(job, process))
+    raise typer.Exit(launch(Job(config, script, tuple(context.args), directory, schedules), context.obj))
 
 
 @app.command(context_settings=PASSING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.codecs import EXACT, Coded, Coding
@@ -19,6 +19,9 @@ from shoal.transport import Post, Token
 from shoal.updater import Settings
 from shoal.waiting import Outcome, Wait, Waiter
 from shoal.wire import Commit, Frame, Hello, Init, Kind, Lease, Leave, Norm, Pull, State
+
+Start = Iterator[tuple[int, list[State], list[Frame]]]
+"""A worker's start: of each chunk its number, and its state and values as INIT carries them."""
 
 
 @dataclass
@@ -98,9 +101,7 @@ class Exchange:
 
     # The start.
 
-    def join(
-        self, hello: Hello, start: Iterable[tuple[int, list[State], list[Frame]]] | None, late: str = ""
-    ) -> tuple[Outcome, bool]:
+    def join(self, hello: Hello, start: Start | None, late: str = "") -> tuple[Outcome, bool]:
         """Greet the servers, hand them the start (worker 0.0 only), take the common one.
 
         Args:

@@ -18,7 +18,6 @@ from shoal.errors import LaunchError, UsageError
 from shoal.events import read
 from shoal.launcher.local import Job
 from shoal.launcher.local import launch as run_job
-from shoal.launcher.process import ForkProcess
 from shoal.rundir import RunDir
 from shoal.topology import Topology
 
@@ -51,7 +50,6 @@ def launch(
     config = config or (load(cluster) if isinstance(cluster, str) else Config(cluster=cluster))  # type: ignore[arg-type]
     if not _importable(function):
         return _in_threads(function, config, args)
-    path = Path(run_dir) if run_dir is not None else Path(tempfile.mkdtemp(prefix="shoal-run-")) / "run"
     try:
         what = (f"{function.__module__}:{function.__qualname__}", msgspec.json.encode(list(args)).decode())
     except TypeError as error:
@@ -59,9 +57,9 @@ def launch(
             f"these arguments cannot be sent to other processes ({error})",
             remedy="pass numbers, text, lists or dicts, and build the rest inside the function",
         ) from None
+    path = Path(run_dir) if run_dir is not None else Path(tempfile.mkdtemp(prefix="shoal-run-")) / "run"
     directory = RunDir.create(path)
-    with ForkProcess() as process:
-        status = run_job(Job(config, __file__, (*what, json.dumps(sys.path)), directory), process)
+    status = run_job(Job(config, __file__, (*what, json.dumps(sys.path)), directory))
     if status:
         summary = json.loads(directory.summary.read_text())
         raise LaunchError(f"the run {summary['status']}: {summary['reason']}", remedy=f"see {directory.path}")

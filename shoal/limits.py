@@ -210,7 +210,5 @@ def overlapped(computing: float, exchanging: float, layers: int) -> float:
     return max(
         backward + exchanging + forward / layers,  # all values after the commit, then one layer's forward
         backward + 2 * part + forward,  # the first layer's gradients, its values, then the whole forward
-        (backward + forward) / layers
-        + exchanging
-        + part,  # all gradients, and the values of the last of them
+        computing / layers + exchanging + part,  # all gradients, then the last one's values
     )

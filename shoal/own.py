@@ -6,7 +6,7 @@ What a step does is what links would do, bit for bit: the same checks and the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.arrivals import edited_parameter, thorough
 from shoal.errors import GradientEdited
-from shoal.exchange import Exchange
+from shoal.exchange import Exchange, Start
 from shoal.parameters import Replica, fingerprint
 from shoal.partition import Chunk, Plan
 from shoal.rows import Content, check_layout, mark_of, numbers_of
@@ -24,7 +24,7 @@ from shoal.stepping import CLIP_LAST, Loop, Skips, finite, loss_scale
 from shoal.transport import Post
 from shoal.updater import bare_step
 from shoal.waiting import Outcome
-from shoal.wire import Frame, Hello, Kept, Kind, Pull, State
+from shoal.wire import Hello, Kept, Kind, Pull
 
 SMALL = 1 << 16  # elements; up to here one look at all gradients costs less than one at each
 
@@ -35,8 +35,7 @@ def keeps_its_own(membership: Membership, ema: float | None) -> bool:
     alone = m.topology.workers_per_group == m.topology.servers_per_group == 1 and not m.topology.separate
     followed = m.topology.synchronised and len(m.topology.workers) > 1
     plain = (cluster.wire_dtype, cluster.server_dtype, cluster.data) == ("float32", "same", "dealt")
-    scheduled = m.schedules.record or m.schedules.replay
-    return alone and not followed and plain and not scheduled and ema is None and not m.links
+    return alone and not followed and plain and not m.schedules.kept and ema is None and not m.links
 
 
 class Own(Exchange):
@@ -68,9 +67,7 @@ class Own(Exchange):
         """Shares that would have been pushed."""
         return self.applied + self.dropped
 
-    def join(
-        self, hello: Hello, start: Iterable[tuple[int, list[State], list[Frame]]] | None, late: str = ""
-    ) -> tuple[Outcome, bool]:
+    def join(self, hello: Hello, start: Start | None, late: str = "") -> tuple[Outcome, bool]:
         """There is nobody to greet, and the start is this worker's."""
         return Outcome(), False
 
@@ -107,7 +104,7 @@ class OwnStepper:
     ) -> None:
         self.number, self.staleness, self.stop = number, 0, False
         self._optimizer, self._replica, self._exchange, self._loop = optimizer, replica, exchange, loop
-        self._own_step = bare_step(type(optimizer))  # its hooks run around ours
+        self._own_step = bare_step(optimizer)  # its hooks run around ours
         self._chunks = list(exchange.chunks_of(number))
         self._full = sum(chunk.buffer is None for chunk in self._chunks)
         rows = {p.parameter: chunk.row for chunk in self._chunks for p in chunk.pieces}
@@ -137,7 +134,7 @@ class OwnStepper:
         good = not counts or self._finite(gradients)
         if counts and good:
             self._scale(gradients, loss_scale(scaler, self._optimizer))
-            self._own_step(self._optimizer)
+            self._own_step()
         exchange.closed(self._chunks, self._shares(len(gradients)) if counts else 0, good)
         exchange.steps[self.number] = step
         self._skips.judge(not good, step, scaler)

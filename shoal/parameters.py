@@ -5,7 +5,6 @@ from __future__ import annotations
 import cmath
 import sys
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -80,7 +79,7 @@ def frames_of(content: Content | Coded) -> list[Frame]:
 
 
 class Frames:
-    """`frames_of` what is sent step after step, made once for memory that stays the same."""
+    """`frames_of` what is sent step after step: the same objects, by which `Memory.place` knows them."""
 
     def __init__(self) -> None:
         self._last: dict[Hashable, tuple[Content | Coded, list[Frame]]] = {}
@@ -182,7 +181,6 @@ class Replica:
         self.slots = [flat.get(c.number, no_rows(c.row, dtype_of(c))) for c in plan.chunks]
         self._sizes = {c.number: [piece.stop - piece.start for piece in c.pieces] for c in plan.chunks}
         self._parts = {number: self._cut(slot, number) for number, slot in flat.items()}
-        self._sums: defaultdict[int, dict[int, complex]] = defaultdict(dict)
 
     def piece(self, chunk: Chunk, index: int) -> Tensor:
         """The slot's part for one piece of the chunk, flat; of a table's, the rows it holds."""
@@ -194,36 +192,27 @@ class Replica:
         sizes = self._sizes[chunk]
         return flat.split_with_sizes(sizes) if len(sizes) > 1 else [flat]
 
-    def fill(self, chunk: Chunk, index: int, gradient: Tensor | None) -> None:
-        """Copy a gradient (shape of the parameter) into the slot; None fills with zeros."""
+    def fill(self, chunk: Chunk, index: int, gradient: Tensor | None) -> bool:
+        """Copy a gradient (shape of the parameter) into the slot; None fills with zeros.
+
+        Returns:
+            True if all of it was seen to be finite on the way; False says nothing.
+        """
         piece = chunk.pieces[index]
         if chunk.row and gradient is not None:
             self.slots[chunk.number] = rows_of(gradient, piece)
-            return
-        self.forget(chunk, index)
+            return False
         slot = self.piece(chunk, index)
         if gradient is None:
             if self.stage is not None:
                 self.stage.copied(chunk.number, wait=True)
             slot.zero_()
-            return
+            return False
         source = gradient.detach().reshape(-1)[piece.start : piece.stop]
         if self.stage is None and len(slot) > BLOCK:
-            self._sums[chunk.number][index] = _copied(slot, source)
-        else:
-            self._take(chunk, slot, source)
-
-    def forget(self, chunk: Chunk, index: int) -> None:
-        """Somebody else has written a piece's gradient into the slot."""
-        self._sums[chunk.number].pop(index, None)
-
-    def doubtful(self, chunk: Chunk) -> list[Tensor]:
-        """What is in the slot and was not seen to be finite while it was copied."""
-        sums = self._sums[chunk.number]
-        if not sums:
-            return [numbers_of(self.slots[chunk.number])]
-        parts = enumerate(self._parts[chunk.number])
-        return [part for index, part in parts if not cmath.isfinite(sums.get(index, cmath.nan))]
+            return cmath.isfinite(_copied(slot, source))
+        self._take(chunk, slot, source)
+        return False
 
     def _take(self, chunk: Chunk, slot: Tensor, source: Tensor) -> None:
         if self.stage is None:

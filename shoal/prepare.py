@@ -31,12 +31,14 @@ class _Progress:
         left: the share is on its way, if only to the slot, which belongs to the wire.
         again: a hook fired after that.
         seen: piece → address and version counter of the gradient that was copied.
+        sound: pieces that were seen to be finite when they were copied.
     """
 
     ready: set[int] = field(default_factory=set)
     left: bool = False
     again: bool = False
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    sound: set[int] = field(default_factory=set)
     finite: bool = True
 
 
@@ -130,15 +132,14 @@ class Stepper:
     def _fill(self, chunk: Chunk, piece: int, gradient: Tensor | None, early: bool = False) -> None:
         check_layout(self._name(chunk, piece), gradient, chunk.row)
         parameter = chunk.pieces[piece].parameter
-        if early or not self._homes.has(
-            parameter, gradient
-        ):  # the script could still change what leaves early
+        progress = self._progress[chunk.number]
+        progress.sound.discard(piece)
+        if early or not self._homes.has(parameter, gradient):  # the script may yet change what leaves early
             self._homes.vacate(parameter)
-            self._replica.fill(chunk, piece, gradient)
-        else:
-            self._replica.forget(chunk, piece)
+            if self._replica.fill(chunk, piece, gradient):
+                progress.sound.add(piece)
         if gradient is not None:
-            self._progress[chunk.number].seen[piece] = mark_of(gradient)
+            progress.seen[piece] = mark_of(gradient)
 
     def _push(self, chunk: Chunk) -> None:
         """Have the chunk sent as soon as its gradients are in the slot."""
@@ -152,8 +153,15 @@ class Stepper:
     def _send(self, chunk: Chunk) -> None:
         self.arrivals.receive()  # no share leaves before all values of the step before are here
         progress, slot = self._progress[chunk.number], self._replica.slots[chunk.number]
-        progress.finite = chunk.buffer is not None or all(map(finite, self._replica.doubtful(chunk)))
+        progress.finite = chunk.buffer is not None or self._finite(chunk, progress.sound)
         self._exchange.share(chunk, slot, progress.seen)
+
+    def _finite(self, chunk: Chunk, sound: Collection[int]) -> bool:
+        """Whether the chunk's gradient is finite, of which some pieces are known to be."""
+        if not sound:
+            return finite(numbers_of(self._replica.slots[chunk.number]))
+        doubtful = (index for index in range(len(chunk.pieces)) if index not in sound)
+        return all(finite(self._replica.piece(chunk, index)) for index in doubtful)
 
     # At step().
 
@@ -295,6 +303,7 @@ class Stepper:
         for progress in self._progress.values():
             progress.ready.clear()
             progress.seen.clear()
+            progress.sound.clear()
             progress.left = progress.again = False
             progress.finite = True
         self._clipped, self._coefficient, self.limit = False, 1.0, None

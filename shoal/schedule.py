@@ -64,6 +64,11 @@ class Schedules(msgspec.Struct, frozen=True):
     record: str | None = None
     replay: str | None = None
 
+    @property
+    def kept(self) -> bool:
+        """Whether an order is written down or kept to."""
+        return self.record is not None or self.replay is not None
+
 
 UNSCHEDULED = Schedules()
 
@@ -161,11 +166,11 @@ class Schedule:
         schedules: where an order is written to or read from; without either, messages are taken as they come.
 
     Attributes:
-        kept: whether an order is written down or kept to.
+        kept: see Schedules.kept.
     """
 
     def __init__(self, schedules: Schedules, config: Config, server: Member) -> None:
-        self.kept = schedules.record is not None or schedules.replay is not None
+        self.kept = schedules.kept
         self._schedules, self._config, self._server = schedules, config, server
         self._file: BinaryIO | None = None
         self._seen: set[Entry] = set()

@@ -136,9 +136,8 @@ class Indexed:
         numbered = self._user_sampler is None and self._user_batches is None
         if numbered and collate is default_collate and _has_rows(dataset):
             return partial(_rows, dataset)
-        if getattr(dataset, "__getitems__", None):
-            return lambda indices: collate(dataset.__getitems__(indices))
-        return lambda indices: collate([dataset[index] for index in indices])
+        fetch = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[i] for i in indices])
+        return lambda indices: collate(fetch(indices))
 
     def _loaded(self, epoch: int, coming: Iterator[Batch]) -> Generator[Ready, None, None]:
         weights = deque[int]()

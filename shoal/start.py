@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.exchange import Start
 from shoal.parameters import Replica, as_bytes
 from shoal.partition import Chunk
 from shoal.rows import Rows, cut_state
 from shoal.updater import pack
-from shoal.wire import Frame, State
-
-Start = Iterator[tuple[int, list[State], list[Frame]]]
 
 
 def start_of(optimizers: Sequence[Optimizer], replica: Replica) -> Start:

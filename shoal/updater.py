@@ -40,6 +40,8 @@ _Run = tuple[int, ...]  # numbers of pieces
 
 def plain(value: Any) -> Any:
     """A hyperparameter without tensors: a number, text, None or a list of them."""
+    if type(value) in PLAIN:  # as most are, and each step asks
+        return value
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -50,11 +52,7 @@ def plain(value: Any) -> Any:
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     """The hyperparameters of each param group, as they travel."""
     return tuple(
-        {
-            key: value if type(value) in PLAIN else plain(value)
-            for key, value in group.items()
-            if key not in NOT_SENT
-        }
+        {key: plain(value) for key, value in group.items() if key not in NOT_SENT}
         for group in optimizer.param_groups
     )
 
@@ -199,8 +197,8 @@ class Updater:
         ]
         defaults = _tuples({key: value for key, value in spec.defaults.items() if key in keywords})
         self._optimizer = cls(params, **defaults)
-        torchs = class_name(cls).startswith("torch.optim:")  # others may have hooks of their own
-        self._step = partial(bare_step(cls), self._optimizer) if torchs else self._optimizer.step
+        # A class of somebody else's may have hooks of its own.
+        self._step = bare_step(self._optimizer) if _torchs(cls) else self._optimizer.step
         self._settings = Settings()
 
     def _join(self, run: _Run) -> Tensor:
@@ -267,7 +265,7 @@ class Updater:
 
         torch's optimizers change the gradient's rows, and those of sparse state, such as SGD's momentum.
         """
-        if not class_name(type(self._optimizer)).startswith("torch.optim:"):
+        if not _torchs(type(self._optimizer)):
             return None
         sparse = (tensor for tensor in _tensors(self._optimizer) if tensor.is_sparse)
         return torch.cat([gradient.index, *(tensor._indices()[0] for tensor in sparse)])
@@ -301,15 +299,20 @@ class Updater:
             self._optimizer.state[view][entry.key] = value
 
 
-def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
-    """The step of a class without what torch wraps around it for profilers and hooks.
+def _torchs(cls: type[torch.optim.Optimizer]) -> bool:
+    return class_name(cls).startswith("torch.optim:")
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The step of an optimizer's class without what torch wraps around it for profilers and hooks.
 
     That takes longer than a small step itself.
     """
+    cls = type(optimizer)
     wrapped: Any = cls.step
     step: Callable[[Any], Any] = getattr(wrapped, "__wrapped__", wrapped)
-    torchs = cls.__module__.startswith("torch.optim.")  # it switches gradients off itself
-    return step if torchs else torch.no_grad()(step)
+    # torch's own switch gradients off themselves
+    return partial(step if _torchs(cls) else torch.no_grad()(step), optimizer)
 
 
 def _alone(indices: Iterable[int]) -> list[_Run]:

@@ -30,7 +30,7 @@ from shoal.partition import Parameter, make_plan
 from shoal.topology import Topology
 
 JOB = Job("lan", warmup=2, steps=8, wait=0.0)  # 10.5 MB, Adam; the layers compute nothing
-REAL = replace(JOB, wait=None)
+COMPUTED = replace(JOB, wait=None)
 
 
 def lan(hosts: int, rate: str, slow: dict[int, str] | None = None) -> Callable[[bool], Lan]:
@@ -67,12 +67,13 @@ def rivals(engines: Sequence[str], hosts: int, job: Job, rate: str) -> tuple[Sid
     return tuple(peers(engine, job, hosts, limit=seconds) for engine in engines)
 
 
-def computing(block: Block, hosts: int) -> tuple[Side, Side]:
+def computing_sides(block: Block, hosts: int) -> tuple[Side, Side]:
     """Shoal and DDP where the layers do compute, on the few cores that all hosts share."""
-    return on_hosts("shoal, computing", REAL, block), peers("ddp, computing", REAL, hosts, engine="ddp")
+    ddp = peers("ddp, computing", COMPUTED, hosts, engine="ddp")
+    return on_hosts("shoal, computing", COMPUTED, block), ddp
 
 
-COMPUTING = over(
+OVER_DDP_COMPUTING = over(
     "with layers that compute: step over DDP", ("shoal, computing", "step_s"), ("ddp, computing", "step_s")
 )
 
@@ -86,14 +87,14 @@ def allreduce_lan() -> Scenario:
         (
             *both(block, JOB, rate),
             *rivals(("ddp", "zero", "fsdp"), hosts, JOB, rate),
-            *computing(block, hosts),
+            *computing_sides(block, hosts),
         ),
         (
             over("step over DDP", ("shoal", "step_s"), ("ddp", "step_s"), 1.0),
             with_curve("step over DDP", ("ddp", "step_s")),
             over("step over DDP with ZeRO", ("shoal", "step_s"), ("zero", "step_s")),
             over("step over FSDP2", ("shoal", "step_s"), ("fsdp", "step_s")),
-            COMPUTING,
+            OVER_DDP_COMPUTING,
             over("optimizer memory over DDP", ("shoal", "state_bytes"), ("ddp", "state_bytes"), 0.30),
         ),
         network=lan(hosts, rate),
@@ -108,14 +109,14 @@ def sandblaster_lan() -> Scenario:
         (
             *both(block, JOB, rate),
             *rivals(("ddp",), 4, JOB, rate),
-            *computing(block, 4),
+            *computing_sides(block, 4),
         ),
         (
             told("step over the limit", ("shoal", "of_limit"), 1.15),
             over("step over DDP", ("shoal", "step_s"), ("ddp", "step_s"), 0.75),
             with_curve("step over the limit", ("shoal, curve", "limit_s")),
             with_curve("step over DDP", ("ddp", "step_s")),
-            COMPUTING,
+            OVER_DDP_COMPUTING,
         ),
         network=lan(8, rate),
     )

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -73,17 +73,18 @@ class Failure:
         return self.follows, self.time
 
 
-def launch(job: Job, process: ForkProcess) -> int:
+def launch(job: Job, process: ForkProcess | None = None) -> int:
     """Runs a job to its end: summary written, table shown, nothing left running.
 
     Args:
-        process: it is over after this.
+        process: the fork server's, where it has been started already; its members end here.
 
     Returns:
         The exit status: 0 finished, 3 stopped in good order, 1 failed.
     """
     started = time.time()
-    with _signals() as signals, Team(process) as team:
+    starting = nullcontext(process) if process is not None else ForkProcess()
+    with starting as forks, _signals() as signals, Team(forks) as team:
         view = View()
         board = Board(job.topology, job.run_dir, view)
         supervisor = Supervisor(job, team, board)

@@ -163,8 +163,9 @@ class Rank:
         """
         self._meeting.join(self._wanted)
         rate = self._meeting.line_rate
-        step_waits_for_line = rate and not self._topology.at_home
-        if step_waits_for_line and not self._config.cluster.chunk_bytes:
+        at_home = self._topology.at_home  # then no step waits for the line
+        fixed = self._config.cluster.chunk_bytes or at_home
+        if rate and not fixed:
             cluster = self._config.cluster.model_copy(update={"chunk_bytes": chunk_bytes(rate)})
             self._config = self._config.model_copy(update={"cluster": cluster})
         self._excepthook, sys.excepthook = sys.excepthook, self._uncaught

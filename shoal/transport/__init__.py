@@ -86,12 +86,7 @@ class Post:
         self._closed = False
 
     def send(
-        self,
-        peer: str,
-        kind: Kind,
-        body: Body | None = None,
-        frames: Sequence[Frame] = (),
-        **fields: Any,
+        self, peer: str, kind: Kind, body: Body | None = None, frames: Sequence[Frame] = (), **fields: Any
     ) -> Token:
         """Send one message; `fields` are the header's.
 

@@ -59,13 +59,15 @@ class Inbox:
         self._view = memoryview(self._scratch)
         self._from = self._to = 0
         self._frames: list[bytearray] = []
-        self._sizing = False  # what is being filled are the sizes of many frames
         self._at = self._filled = 0
         self._sleeps = link.family == socket.AF_INET
         self._asleep = 1  # bytes that must be there before the kernel says that there is something
 
     def read(self) -> Iterator[list[Frame]]:
-        """The messages that are complete now; raises OSError once the peer has closed, or sends nonsense."""
+        """The messages that are complete now; raises OSError once the peer has closed, or sends nonsense.
+
+        One by one: the first, in which a peer says who he is, may raise the limit of the next.
+        """
         try:
             taken = self._take()
         except BlockingIOError:
@@ -76,11 +78,7 @@ class Inbox:
             if not self._fill():
                 break
             frames, self._frames = self._frames, []
-            if self._sizing:
-                self._sizing = False
-                self._open(struct.unpack(f"<{len(frames[0]) // _COUNT.size}Q", frames[0]))
-            else:
-                yield [*frames]
+            yield [*frames]
         if self._sleeps:
             self._sleep()
 
@@ -102,7 +100,7 @@ class Inbox:
                     taken = self._link.recv_into(rest)
                     self._filled += taken
                     return taken
-        elif self._to == SCRATCH:  # an incomplete prefix stands at the end
+        elif self._to == len(self._scratch):  # an incomplete prefix stands at the end
             left = self._to - self._from
             self._view[:left] = bytes(self._view[self._from : self._to])
             self._from, self._to = 0, left
@@ -123,34 +121,35 @@ class Inbox:
         return True
 
     def _start(self) -> bool:
-        """Take a message's frames if all is here; else make room for them, or first for their sizes."""
+        """Take a message's frames if all is here; else make room for them, if their sizes are."""
         have = self._to - self._from
         if have < _COUNT.size:
             return False
         (count,) = _COUNT.unpack_from(self._scratch, self._from)
         if not 0 < count <= min(MOST, self.limit // _COUNT.size):
             raise OSError(f"a message of {count} frames")
-        self._from += _COUNT.size
         prefix = _COUNT.size * (1 + count)
         if have < prefix:
-            self._sizing = True
-            self._frames, self._at, self._filled = [bytearray(prefix - _COUNT.size)], 0, 0
-            return True
-        sizes = struct.unpack_from(f"<{count}Q", self._scratch, self._from)
-        self._from += prefix - _COUNT.size
-        if sum(sizes) > min(self.limit, have - prefix):
-            self._open(sizes)
+            self._make_room(prefix)
+            return False
+        sizes = struct.unpack_from(f"<{count}Q", self._scratch, self._from + _COUNT.size)
+        size = sum(sizes)
+        if size > self.limit:
+            raise OSError(f"a message of {size} bytes")
+        self._from += prefix
+        if have < prefix + size:
+            self._frames, self._at, self._filled = [bytearray(n) for n in sizes], 0, 0
             return True
         ends = [*accumulate(sizes, initial=self._from)]
         self._frames = [self._scratch[start:end] for start, end in pairwise(ends)]
         self._from, self._at = ends[-1], count
         return True
 
-    def _open(self, sizes: Sequence[int]) -> None:
-        """Make room for frames of these sizes."""
-        if sum(sizes) > self.limit:
-            raise OSError(f"a message of {sum(sizes)} bytes")
-        self._frames, self._at, self._filled = [bytearray(size) for size in sizes], 0, 0
+    def _make_room(self, prefix: int) -> None:
+        """Let the scratch hold so long a prefix."""
+        if prefix > len(self._scratch):
+            self._scratch = self._scratch.ljust(prefix, b"\0")
+            self._view = memoryview(self._scratch)
 
 
 class Pace:
@@ -324,7 +323,7 @@ class Writer:
     """The thread that hands to the kernel what it did not take at once; started when first needed."""
 
     def __init__(self) -> None:
-        self._links: dict[int, Link] = {}
+        self._links: set[Link] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._wake_read, self._wake_write = socket.socketpair()
@@ -334,7 +333,7 @@ class Writer:
     def watch(self, link: Link) -> None:
         """Empty a link's queue from now on."""
         with self._lock:
-            self._links[link.file] = link
+            self._links.add(link)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="shoal writer", daemon=True)
                 self._thread.start()
@@ -343,12 +342,8 @@ class Writer:
     def forget(self, link: Link) -> None:
         """A link is about to be closed."""
         with self._lock:
-            self._drop(link)
+            self._links.discard(link)
         self._wake()
-
-    def _drop(self, link: Link) -> None:
-        if self._links.get(link.file) is link:
-            del self._links[link.file]
 
     def _wake(self) -> None:
         with suppress(OSError):  # it is awake already, or has ended
@@ -357,7 +352,7 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._lock:
-                links = dict(self._links)
+                links = {link.file: link for link in self._links}
                 if self._ending and not links:
                     return
             while any([self._flush(link) for link in links.values() if link.held]):
@@ -379,7 +374,7 @@ class Writer:
             handed = link.flush()
             if not link.waiting:
                 with self._lock:
-                    self._drop(link)
+                    self._links.discard(link)
         return handed
 
     def close(self, until: float) -> None:

@@ -10,7 +10,8 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,6 @@ from shoal.wire import Frame
 
 KNOWN = 1 << 12  # places that are remembered
 _PLACE = re.compile(r"(\d{1,10}):(\d{1,7}):(\d{1,19}):(\d{1,19}):(\d{1,19})")
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 
 class _Region(NamedTuple):
@@ -51,7 +49,7 @@ class Memory:
         self._own: list[_Region] = []
         self._seen: dict[int, memoryview] = {}
         self._placed: dict[int, tuple[Frame, str]] = {}  # by the frame's id
-        self._read: dict[str, memoryview] = {}
+        self._read = lru_cache(KNOWN)(self._look_up)
 
     def allocate(self, nbytes: int) -> Tensor:
         """Zeroed memory (uint8, `nbytes` long) that near peers can read in place."""
@@ -73,7 +71,9 @@ class Memory:
             return ""
         _, place = self._placed.get(id(frame), (None, ""))  # the frame is kept, so nothing else has its id
         if not place and (place := self._find(frame)):
-            _note(self._placed, id(frame), (frame, place))
+            if len(self._placed) >= KNOWN:
+                self._placed.clear()
+            self._placed[id(frame)] = frame, place
         return place
 
     def _find(self, frame: bytearray | memoryview) -> str:
@@ -87,9 +87,7 @@ class Memory:
 
     def at(self, place: str) -> Frame:
         """The bytes at a place that a peer has named; raises ProtocolError where there is no such place."""
-        if place not in self._read:
-            _note(self._read, place, self._look_up(place))
-        return self._read[place]
+        return self._read(place)
 
     def _look_up(self, place: str) -> memoryview:
         found = _PLACE.fullmatch(place)
@@ -123,15 +121,10 @@ class Memory:
         """Let go of all regions; who has one mapped keeps it until he lets go of its tensors."""
         for region in self._own:
             os.close(region.file)
-        for known in (self._own, self._seen, self._placed, self._read):
-            known.clear()
-
-
-def _note(known: dict[_K, _V], key: _K, value: _V) -> None:
-    """Remember what is asked for at each step, and little else."""
-    if len(known) >= KNOWN:
-        known.clear()
-    known[key] = value
+        self._own.clear()
+        self._seen.clear()
+        self._placed.clear()
+        self._read.cache_clear()
 
 
 def _mapped(file: int, nbytes: int) -> Tensor:

@@ -126,7 +126,7 @@ class PlainSockets:
             with suppress(OSError):  # it is gone already, as the first read will tell
                 _tune(connection, self._rate)
         link = Link(connection)
-        self._by_file[connection.fileno()] = link
+        self._by_file[link.file] = link
         self._poll.register(connection, select.POLLIN)
         return link
 
@@ -181,7 +181,7 @@ class PlainSockets:
                     else:
                         self._greeted(link, frames)
             except OSError:
-                self._drop(link, file)
+                self._drop(link)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -201,10 +201,10 @@ class PlainSockets:
         if link.waiting:
             self._writer.watch(link)
 
-    def _drop(self, link: Link, file: int) -> None:
+    def _drop(self, link: Link) -> None:
         """The peer has closed its end, or is not to be heard any more."""
-        self._poll.unregister(file)
-        del self._by_file[file]
+        self._poll.unregister(link.file)
+        del self._by_file[link.file]
         with link.lock:
             link.give_up()
         self._writer.forget(link)
@@ -214,16 +214,16 @@ class PlainSockets:
         """Send what is still queued, then wait until each peer has read it, `linger` seconds at most."""
         until = time.monotonic() + self._linger
         self._writer.close(until)
-        for file, link in list(self._by_file.items()):
+        for link in list(self._by_file.values()):
             if link.peer:
                 with suppress(OSError):
                     link.socket.shutdown(socket.SHUT_WR)
             else:  # who has not said who he is has nothing to read
-                self._drop(link, file)
+                self._drop(link)
         while self._by_file and time.monotonic() < until:
             self._read(until - time.monotonic())
-        for file, link in list(self._by_file.items()):
-            self._drop(link, file)
+        for link in list(self._by_file.values()):
+            self._drop(link)
         if self._listener is not None:
             at = self._listener.getsockname()
             self._listener.close()
