@@ -303,7 +303,6 @@ class Stepper:
         for progress in self._progress.values():
             progress.ready.clear()
             progress.seen.clear()
-            progress.sound.clear()
             progress.left = progress.again = False
             progress.finite = True
         self._clipped, self._coefficient, self.limit = False, 1.0, None

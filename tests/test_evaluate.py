@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from shoal import Run
 from shoal.errors import PeerFailed, UsageError
 from shoal.testing import Script, run_cluster
+from shoal.transport.faulty import Fate
+from shoal.wire import Header, Kind
 
 DOWNPOUR = {
     "nworker_groups": 2,
@@ -301,3 +303,22 @@ def test_nothing_prepared_is_an_error() -> None:
 
     with pytest.raises(UsageError, match="no optimizer"):
         run_cluster(work, {})
+
+
+def test_present_values_say_of_which_version_they_are() -> None:
+    told: list[tuple[int, int]] = []
+
+    def judge(header: Header, peer: str) -> Fate:
+        if header.kind is Kind.VALUES and header.number > 0:
+            told.append((header.version, header.lsn))
+        return "deliver"
+
+    def work(run: Run) -> None:
+        model = mlp()
+        model, optimizer = run.prepare(model, sgd(model))
+        for _ in run.epochs(1):
+            fit(model, optimizer, regression(2, torch.float32))
+            run.evaluate(lambda: 0.0)
+
+    run_cluster(work, SANDBLASTER, judge=judge)
+    assert told and {version for version, _ in told} == {2} and all(lsn > 0 for _, lsn in told)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launcher.line import LEAST, TURN, chunk_bytes, line_rate
+from shoal.config import Cluster
+from shoal.launcher.line import LEAST, TURN, chunk_bytes, line_rate, suited
 from shoal.partition import SMALLEST
+from shoal.topology import Topology
 
 
 class Line:
@@ -60,6 +64,20 @@ def test_a_chunk_takes_a_turn_of_the_line(rate: float) -> None:
     if size > LEAST:
         assert 0.75 * TURN < size / rate <= TURN
     assert (size == 0) == (rate * TURN >= SMALLEST)
+
+
+@pytest.mark.parametrize(
+    ("block", "rate", "expected"),
+    [
+        ({"nworkers_per_group": 2}, 1.25e7, chunk_bytes(1.25e7)),
+        ({"nworkers_per_group": 2}, 0.0, 0),
+        ({"nworkers_per_group": 2, "chunk_bytes": 4096}, 1.25e7, 4096),
+        ({"nworker_groups": 3, "nserver_groups": 3}, 1.25e7, 0),  # only servers exchange over the line
+    ],
+)
+def test_chunks_suit_a_line_that_steps_wait_for(block: dict[str, Any], rate: float, expected: int) -> None:
+    cluster = Cluster(**block)
+    assert suited(cluster, Topology.of(cluster), rate).chunk_bytes == expected
 
 
 class Shaky(Line):

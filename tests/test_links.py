@@ -61,6 +61,15 @@ def test_who_was_given_more_goes_faster(clock: Clock) -> None:
     assert not pace.lets(large)
 
 
+def test_a_link_counts_what_it_is_given() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        link = Link(here)
+        before = link.given
+        link.send([b"header", bytes(1000)])
+        assert link.given == before + 1006
+
+
 def test_one_alone_and_one_whose_neighbour_has_nothing_to_send_go_on(clock: Clock) -> None:
     pace, (fast, slow) = Pace(clock), links(2)
     assert pace.lets(slow) and pace.lets(fast)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from wires import no_files_left
 
-from shoal.errors import ProtocolError
+from shoal.errors import LaunchError, ProtocolError
 from shoal.parameters import as_bytes
 from shoal.run import Run
 from shoal.testing import run_cluster
@@ -193,3 +194,21 @@ def test_a_start_without_state_is_read_where_it_lies() -> None:
 
     run_cluster(train, "sandblaster", judge=judge)  # type: ignore[arg-type]
     assert inits and all(inits)
+
+
+def test_who_may_open_no_more_files_is_told_that() -> None:
+    owner, reader = Memory(lambda peer: True), Memory()
+    place = owner.place("near", as_bytes(owner.allocate(64)))
+    with no_files_left(), pytest.raises(LaunchError, match="ulimit -n"):
+        reader.at(place)
+    owner.close()
+
+
+def test_a_place_is_in_the_memory_that_lies_there_now() -> None:
+    owner = Memory(lambda peer: True)
+    region = owner.allocate(64)
+    (now,) = owner._own
+    owner._own.insert(0, now._replace(name="gone"))
+    assert owner.place("near", as_bytes(region)).startswith(now.name)
+    owner._own.pop(0)
+    owner.close()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import struct
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from wires import check_a_burst, take
+from wires import check_a_burst, no_files_left, take
 
 from shoal.errors import LaunchError, PeerFailed, UsageError
 from shoal.transport.links import LIMIT, Inbox
@@ -208,19 +206,6 @@ def test_who_has_not_said_who_he_is_keeps_nobody_from_closing() -> None:
     with socket.create_connection((host, int(port))):
         assert server.recv(0.2) is None
         close(server)
-
-
-@contextmanager
-def no_files_left() -> Iterator[None]:
-    """No file can be opened meanwhile."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_process_that_may_open_no_more_files_says_so() -> None:

@@ -154,6 +154,15 @@ def test_a_post_says_who_sent_what_and_when() -> None:
     assert second.header.sent >= first.header.sent > 1.7e9
 
 
+def test_values_leave_in_the_order_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint, turns = InProcess(Hub(), "server 0.0"), []
+    monkeypatch.setattr(endpoint, "send", lambda peer, lane, frames, turn: turns.append(turn))
+    post = Post(endpoint, RUN)
+    for kind in (Kind.VALUES, Kind.SHARE, Kind.SYNC):
+        post.send("worker 0.0", kind, frames=[b"raw"], chunk=7)
+    assert turns == [7, 0, 0]
+
+
 # A server among strangers.
 
 BLOCK = {"nworkers_per_group": 2, "nservers_per_group": 2}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from shoal.transport import Endpoint, Lane
 from shoal.wire import Frame
@@ -46,3 +49,16 @@ def check_a_burst(sender: Endpoint, receiver: Endpoint) -> None:
     assert [n for n in numbers if n % 2 == 0] == list(range(0, MANY, 2))
     assert [n for n in numbers if n % 2 == 1] == list(range(1, MANY, 2))
     assert all(frames[2] == frames[0] * 256 for frames in found if len(frames) > 2)
+
+
+@contextmanager
+def no_files_left() -> Iterator[None]:
+    """No file can be opened meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from shoal.config import Cluster
 from shoal.partition import SMALLEST
+from shoal.topology import Topology
 
 FIRST = 1 << 16  # bytes of the first try; each is twice the one before
 LAST = 1 << 24
@@ -41,3 +43,13 @@ def chunk_bytes(rate: float) -> int:
     """
     fitting = int(rate * TURN) >> 14 << 14
     return 0 if fitting >= SMALLEST else max(LEAST, fitting)
+
+
+def suited(cluster: Cluster, topology: Topology, rate: float) -> Cluster:
+    """The block with chunks that suit a line of so many bytes per second; 0 = there is no line.
+
+    They stay as the block has them where it says so, and where no step waits for the line.
+    """
+    if not rate or cluster.chunk_bytes or topology.at_home:
+        return cluster
+    return cluster.model_copy(update={"chunk_bytes": chunk_bytes(rate)})

@@ -26,7 +26,7 @@ from shoal.events import Event, Events
 from shoal.launcher import CONFIGURATION, FAILED, environment
 from shoal.launcher.environment import Place
 from shoal.launcher.hints import Hints
-from shoal.launcher.line import chunk_bytes
+from shoal.launcher.line import suited
 from shoal.launcher.local import processes
 from shoal.launcher.meeting import meeting
 from shoal.launcher.member import run_script, user_traceback
@@ -162,12 +162,8 @@ class Rank:
             SystemExit: with status 0, when a server's workers have stopped.
         """
         self._meeting.join(self._wanted)
-        rate = self._meeting.line_rate
-        at_home = self._topology.at_home  # then no step waits for the line
-        fixed = self._config.cluster.chunk_bytes or at_home
-        if rate and not fixed:
-            cluster = self._config.cluster.model_copy(update={"chunk_bytes": chunk_bytes(rate)})
-            self._config = self._config.model_copy(update={"cluster": cluster})
+        cluster = suited(self._config.cluster, self._topology, self._meeting.line_rate)
+        self._config = self._config.model_copy(update={"cluster": cluster})
         self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
         atexit.register(self._end)
         membership, site, events = self._seat(self._member)
