@@ -279,14 +279,14 @@ def alone(name: str, job: Job, *, threads: int | None = 1) -> Side:
     return Side(name, start, 1, threads=threads)
 
 
-def naive(name: str, model: str, workers: int, steps: int) -> Side:
-    """The naive parameter server and its workers, over sockets of this machine."""
+def page(name: str, script: str, model: str, workers: int, steps: int) -> Side:
+    """A parameter server of a page and its workers, on this machine."""
 
     def start(stage: Stage) -> None:
-        address, floats = f"ipc://{stage.folder / 'naive'}", shape_of(model).parameters
-        stage.python("naive.py", "serve", address, workers, floats)
+        path, floats = stage.folder / "server", shape_of(model).parameters
+        stage.python(script, "serve", path, workers, floats)
         for _ in range(workers):
-            stage.python("naive.py", "work", address, stage.bell, floats, max(1, steps // 10), steps)
+            stage.python(script, "work", path, stage.bell, floats, max(1, steps // 10), steps)
 
     return Side(name, start, workers)
 

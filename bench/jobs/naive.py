@@ -1,6 +1,6 @@
 """The naive parameter server: pyzmq and numpy, the whole model in one message, each push applied at once.
 
-``naive.py serve ADDRESS WORKERS FLOATS`` and ``naive.py work ADDRESS BELL FLOATS WARMUP STEPS``.
+``naive.py serve PATH WORKERS FLOATS`` and ``naive.py work PATH BELL FLOATS WARMUP STEPS``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import zmq
 from bench.jobs.meter import Meter
 
 
-def serve(address: str, workers: int, floats: int) -> None:
+def serve(path: str, workers: int, floats: int) -> None:
     """Answer each gradient with the new values, until every worker has said goodbye."""
     socket = zmq.Context().socket(zmq.ROUTER)
-    socket.bind(address)
+    socket.bind(f"ipc://{path}")
     values = np.zeros(floats, np.float32)
     while workers:
         peer, frame = socket.recv_multipart(copy=False)
@@ -28,11 +28,11 @@ def serve(address: str, workers: int, floats: int) -> None:
     socket.close()
 
 
-def work(address: str, bell: str, floats: int, warmup: int, steps: int) -> None:
+def work(path: str, bell: str, floats: int, warmup: int, steps: int) -> None:
     """Push and pull."""
     meter = Meter(bell, warmup)
     socket = zmq.Context().socket(zmq.DEALER)
-    socket.connect(address)
+    socket.connect(f"ipc://{path}")
     gradient = np.ones(floats, np.float32)
     while meter.steps < steps:
         socket.send(gradient.tobytes())
@@ -45,12 +45,12 @@ def work(address: str, bell: str, floats: int, warmup: int, steps: int) -> None:
 
 def main() -> None:
     """Be what the first argument says."""
-    role, address, *rest = sys.argv[1:]
+    role, path, *rest = sys.argv[1:]
     if role == "serve":
-        serve(address, *map(int, rest))
+        serve(path, *map(int, rest))
     else:
         bell, *numbers = rest
-        work(address, bell, *map(int, numbers))
+        work(path, bell, *map(int, numbers))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bench.figures import Claim
 from bench.scenarios.kinds import Rounds, Scenario, one_group, over, told
-from bench.sides import Block, Job, Side, alone, echo, example, naive, on_this_machine, peers
+from bench.sides import Block, Job, Side, alone, echo, example, on_this_machine, page, peers
 
 
 def naive_scenario() -> Scenario:
@@ -16,15 +16,19 @@ def naive_scenario() -> Scenario:
     return Scenario(
         "naive",
         "MNIST MLP (203,530 parameters), 2 workers and 1 server, no computation; beside a parameter server "
-        "of a page, which sends the whole model in one message and applies each push at once",
+        "of a page, which sends the whole model in one message and applies each push at once, and beside the "
+        "bare minimum: a program that only copies through shared memory, sums, updates and wakes up",
         (
-            naive("naive", "mnist", 2, 500),
+            page("naive", "naive.py", "mnist", 2, 500),
+            page("bare", "bare.py", "mnist", 2, 500),
             on_this_machine("one group", job, one_group(2, 1, separate=True)),
             on_this_machine("two groups", job, groups),
         ),
         (
             over(f"one group: {rate}", ("one group", "rate"), ("naive", "rate"), 3.0, "more"),
             over(f"two groups: {rate}", ("two groups", "rate"), ("naive", "rate"), 3.0, "more"),
+            over(f"bare minimum: {rate}", ("bare", "rate"), ("naive", "rate"), None, "more"),
+            over("one group: of the bare minimum's rate", ("one group", "rate"), ("bare", "rate"), None, "more"),
         ),
     )
 

@@ -28,7 +28,7 @@ from shoal.transport.memory import Memory
 from shoal.wire import Frame
 
 UNSENT = 1 << 14  # bytes that the kernel takes beyond what it can send at once
-ROOM = 3 << 13  # bytes (twice that with the kernel's own) that it holds at least, sent or not
+ROOM = 3 << 12  # bytes (twice that with the kernel's own) that it holds at least, sent or not
 AMPLE = 1 << 17  # bytes; where more has to be under way the kernel finds out by itself how much
 _RTT = 8 + 15 * 4  # where Linux's struct tcp_info has the microseconds there and back
 

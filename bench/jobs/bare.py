@@ -1,0 +1,78 @@
+"""The least that a parameter server in shared memory does: it copies, sums, updates and wakes up.
+
+No names, no steps, no checks, nothing that may be late, and a model of one piece. What it reaches bounds what
+any server can that reads gradients where workers have put them.
+
+``bare.py serve PATH WORKERS FLOATS`` and ``bare.py work PATH BELL FLOATS WARMUP STEPS``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+
+import torch
+from torch import Tensor
+
+from bench.jobs.meter import Meter
+
+
+def shared(file: int, floats: int, parts: int) -> Tensor:
+    """The memory of all: (parts, floats), float32; the values, then each worker's gradient."""
+    return torch.frombuffer(mmap.mmap(file, 4 * floats * parts), dtype=torch.float32).view(parts, floats)
+
+
+def serve(path: str, workers: int, floats: int) -> None:
+    """Update once all have said that their gradient is there, until the first one goes."""
+    file = os.memfd_create("bare")
+    os.ftruncate(file, 4 * floats * (1 + workers))
+    values, *gradients = shared(file, floats, 1 + workers)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        streams = [listener.accept()[0] for _ in range(workers)]
+    for number, stream in enumerate(streams, 1):
+        socket.send_fds(stream, [bytes([number, 1 + workers])], [file])
+    total = torch.empty(floats)
+    while all([stream.recv(1) for stream in streams]):
+        torch.add(gradients[0], gradients[1], out=total)
+        values.add_(total, alpha=-0.01 / workers)
+        for stream in streams:
+            stream.send(b"x")
+
+
+def work(path: str, bell: str, floats: int, warmup: int, steps: int) -> None:
+    """Push and pull."""
+    meter = Meter(bell, warmup)
+    stream = socket.socket(socket.AF_UNIX)
+    while stream.connect_ex(path):
+        pass  # the server has not come so far
+    told, files, _, _ = socket.recv_fds(stream, 2, 1)
+    number, parts = told
+    memory = shared(files[0], floats, parts)
+    gradient, parameters = torch.ones(floats), torch.zeros(floats)
+    while meter.steps < steps:
+        memory[number].copy_(gradient)
+        stream.send(b"x")
+        stream.recv(1)
+        parameters.copy_(memory[0])
+        meter.tick()
+    meter.end(model_bytes=4.0 * floats)
+    stream.close()
+
+
+def main() -> None:
+    """Be what the first argument says."""
+    torch.set_num_threads(1)
+    role, path, *rest = sys.argv[1:]
+    if role == "serve":
+        serve(path, *map(int, rest))
+    else:
+        bell, *numbers = rest
+        work(path, bell, *map(int, numbers))
+
+
+if __name__ == "__main__":
+    main()
