@@ -129,7 +129,8 @@ class Server:
     def _take(self, message: Message) -> None:
         """Handle a message, or tell its sender why not."""
         try:
-            self._handle(message)
+            with self._post.together():
+                self._handle(message)
         except ProtocolError as error:
             self._post.send(message.header.sender, Kind.REFUSE, Refuse(type(error).__name__, error.what))
         except PeerFailed as error:  # a worker that died; who supervises it decides what follows

@@ -18,12 +18,13 @@ import shoal.wire as wire
 from shoal import Run
 from shoal.errors import ModelMismatch, PeerFailed, ProtocolError
 from shoal.leases import Ask, Block
-from shoal.parameters import checked
+from shoal.parameters import as_bytes, checked
 from shoal.partition import Buffer, Parameter, make_plan
 from shoal.testing import run_cluster
-from shoal.transport import Post
+from shoal.transport import TOGETHER, Post
 from shoal.transport.faulty import Faulty
 from shoal.transport.inprocess import Hub, InProcess
+from shoal.transport.memory import Memory
 from shoal.wire import Body, Header, Kind, Message, State, decode, encode
 
 RUN = "a secret"
@@ -161,6 +162,40 @@ def test_values_leave_in_the_order_of_the_model(monkeypatch: pytest.MonkeyPatch)
     for kind in (Kind.VALUES, Kind.SHARE, Kind.SYNC):
         post.send("worker 0.0", kind, frames=[b"raw"], chunk=7)
     assert turns == [7, 0, 0]
+
+
+def test_places_are_told_of_together_in_order_and_what_has_none_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint, told = InProcess(Hub(), "server 0.0"), []
+    endpoint.memory = Memory(lambda peer: peer != "worker 0.9")
+    room = as_bytes(endpoint.memory.allocate(4 * TOGETHER))
+
+    def send(peer: str, lane: str, frames: Any, turn: int) -> None:
+        told.append((peer, turn))
+        if peer == "worker 0.1":
+            raise PeerFailed(peer)
+
+    monkeypatch.setattr(endpoint, "send", send)
+    post = Post(endpoint, RUN)
+
+    def values(peer: str, chunk: int, nbytes: int = 8) -> None:
+        post.send(peer, Kind.VALUES, frames=[room[:nbytes]], chunk=chunk)
+
+    with pytest.raises(PeerFailed), post.together():
+        for chunk in (1, 2):
+            for rank in range(3):
+                values(f"worker 0.{rank}", chunk)
+        values("worker 0.9", 3)
+        assert told == [("worker 0.9", 3)]
+        told.clear()
+    assert told == [(f"worker 0.{rank}", chunk) for chunk in (1, 2) for rank in range(3)]
+    with post.together():
+        values("worker 0.0", 4)
+        values("worker 0.0", 5, TOGETHER)
+        assert told[-2:] == [("worker 0.0", 4), ("worker 0.0", 5)]
+    values("worker 0.0", 6)
+    assert told[-1] == ("worker 0.0", 6)
 
 
 # A server among strangers.

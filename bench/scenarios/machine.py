@@ -28,7 +28,9 @@ def naive_scenario() -> Scenario:
             over(f"one group: {rate}", ("one group", "rate"), ("naive", "rate"), 3.0, "more"),
             over(f"two groups: {rate}", ("two groups", "rate"), ("naive", "rate"), 3.0, "more"),
             over(f"bare minimum: {rate}", ("bare", "rate"), ("naive", "rate"), None, "more"),
-            over("one group: of the bare minimum's rate", ("one group", "rate"), ("bare", "rate"), None, "more"),
+            over(
+                "one group: of the bare minimum's rate", ("one group", "rate"), ("bare", "rate"), None, "more"
+            ),
         ),
     )
 

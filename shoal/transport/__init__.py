@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Protocol
 
 from shoal.errors import UsageError
@@ -18,6 +19,7 @@ from shoal.wire import BULK, Body, Frame, Header, Kind, Message, decode, encode
 
 Lane = Literal["control", "bulk"]
 LANES: tuple[Lane, Lane] = ("control", "bulk")
+TOGETHER = 1 << 20  # bytes at places that peers are told of at once: copying more takes longer than waking up
 
 
 class Token(Protocol):
@@ -69,6 +71,9 @@ class Endpoint(Protocol):
         ...
 
 
+_Letter = tuple[str, Lane, list[Frame], int]
+
+
 class Post:
     """A member's letters: messages with this member's name on them, over any endpoint.
 
@@ -82,6 +87,8 @@ class Post:
         self.life = life
         self.plan = ""
         self._run = run
+        self._kept: list[_Letter] | None = None
+        self._kept_bytes = 0
         self._sequence = itertools.count(1)
         self._closed = False
 
@@ -101,8 +108,9 @@ class Post:
             raise UsageError("the run is closed", member=self.endpoint.name, remedy="call run.close() last")
         fields.setdefault("sequence", next(self._sequence))
         place = self.endpoint.memory.place(peer, frames[0]) if len(frames) == 1 else ""
+        nbytes = memoryview(frames[0]).nbytes if place else 0
         if place:
-            self.endpoint.traffic[peer] += memoryview(frames[0]).nbytes
+            self.endpoint.traffic[peer] += nbytes
             frames = ()
         lane: Lane = "bulk" if kind in BULK and not place else "control"
         turn = fields.get("chunk", 0) if kind is Kind.VALUES else 0  # a forward needs the first chunks first
@@ -116,7 +124,31 @@ class Post:
             sent=time.time(),
             **fields,
         )
-        return self.endpoint.send(peer, lane, encode(header, body, frames), turn)
+        letter = peer, lane, encode(header, body, frames), turn
+        if not place or self._kept is None:
+            return self.endpoint.send(*letter)
+        self._kept.append(letter)
+        self._kept_bytes += nbytes
+        if self._kept_bytes >= TOGETHER:
+            self._send_kept()
+        return Released()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Places are told of at its end, or when they hold much: a peer is woken up once, not for each."""
+        self._kept = []
+        try:
+            yield
+        finally:
+            self._send_kept()
+            self._kept = None
+
+    def _send_kept(self) -> None:
+        """Send what is kept; raises the last of the peers' failures once all the others have theirs."""
+        letters, self._kept, self._kept_bytes = self._kept or (), [], 0
+        with ExitStack() as sends:
+            for letter in reversed(letters):
+                sends.callback(self.endpoint.send, *letter)
 
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""
