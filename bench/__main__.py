@@ -1,4 +1,7 @@
-"""``python -m bench NAME…`` measures scenarios, without a name lists them; ``report`` writes the document."""
+"""``python -m bench NAME…`` measures scenarios, without a name lists them; ``report`` writes the document.
+
+``timeline NAME`` shows what happens when within a step of a scenario's first side, or of another ``--side``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +25,7 @@ from bench.errors import BenchError
 from bench.figures import Figures, judged, together
 from bench.results import Result
 from bench.scenarios import Scenario, scenarios
+from bench.timeline import profile
 
 # What bench/quick runs: scenario, sides, rounds; under three minutes on a quiet machine.
 QUICK = (
@@ -30,6 +35,7 @@ QUICK = (
     ("server-update", ("bare", "shoal"), 1),
     ("sandblaster-lan", ("shoal", "ddp"), 1),
 )
+COMMANDS = ("quick", "report", "timeline")
 QUIET = 0.1  # of the processors may be used by others while a figure is taken
 
 
@@ -37,41 +43,54 @@ def main() -> int:
     """The command; the exit status is 1 where a measurement could not be made."""
     signal.signal(signal.SIGTERM, _interrupted)  # so that networks and processes are cleaned up then too
     known = scenarios()
+    parser = _parser()
+    arguments = parser.parse_args()
+    command = next((name for name in arguments.names[:1] if name in COMMANDS), "")
+    names = arguments.names[bool(command) :]
+    if unknown := set(names) - known.keys():
+        parser.error(f"there is no scenario {min(unknown)}; there are: {', '.join(known)}")
+    if command in ("quick", "report") and names:
+        parser.error(f"{command} takes no scenario")
+    even, record = not arguments.uneven, arguments.record
+    if command == "report":
+        report.PAGE.write_text(report.page(results.load()))
+        return 0
+    if command == "timeline":
+        drawn = [known[name].only(arguments.side or known[name].names[:1]) for name in names]
+        return int(not all([tried(scenario, lambda each: draw(each, even=even)) for scenario in drawn]))
+    if command == "quick":
+        wanted = [replace(known[name].only(sides), rounds=rounds) for name, sides, rounds in QUICK]
+    else:
+        wanted = [known[name].only(arguments.side or known[name].names) for name in names]
+    if not wanted:
+        print(report.plain((name, scenario.about) for name, scenario in known.items()))
+
+    def perform(scenario: Scenario) -> None:
+        result = measure(scenario, arguments.rounds, even=even)
+        show(result)
+        if record:
+            results.record([result])
+
+    return int(not all([tried(scenario, perform) for scenario in wanted]))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="scenarios; or quick; or report")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="scenarios; or quick, report, timeline NAME")
     parser.add_argument("--rounds", type=int, help="how often every side is run")
     parser.add_argument("--side", action="append", help="run only this side; may be given again")
     parser.add_argument("--uneven", action="store_true", help="TCP as the system has it, not reno")
     parser.add_argument("--record", action="store_true", help="put the results into bench/recorded.json")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - known.keys() - {"quick", "report"}:
-        parser.error(f"there is no scenario {min(unknown)}; there are: {', '.join(known)}")
-    if not arguments.names:
-        print(report.plain((name, scenario.about) for name, scenario in known.items()))
-    if arguments.names == ["report"]:
-        report.PAGE.write_text(report.page(results.load()))
-        return 0
-    if arguments.names == ["quick"]:
-        wanted = [replace(known[name].only(sides), rounds=rounds) for name, sides, rounds in QUICK]
-    else:
-        wanted = [known[name].only(arguments.side or known[name].names) for name in arguments.names]
-    good = [
-        perform(scenario, arguments.rounds, even=not arguments.uneven, record=arguments.record)
-        for scenario in wanted
-    ]
-    return int(not all(good))
+    return parser
 
 
-def perform(scenario: Scenario, rounds: int | None, *, even: bool, record: bool) -> bool:
-    """Measure a scenario, show it, and record it if asked; False, with the reason told, if that cannot be."""
+def tried(scenario: Scenario, what: Callable[[Scenario], None]) -> bool:
+    """Do something with a scenario; False, with the reason told, if that cannot be done."""
     try:
-        result = measure(scenario, rounds, even=even)
+        what(scenario)
     except BenchError as error:
         print(f"{scenario.name}: {error}", file=sys.stderr)
         return False
-    show(result)
-    if record:
-        results.record([result])
     return True
 
 
@@ -108,6 +127,18 @@ def show(result: Result) -> None:
     busy = max((side["others"].median for side in result.sides.values() if "others" in side), default=0.0)
     if busy > QUIET:
         print(f"  others used up to {busy:.0%} of the processors meanwhile: measure again on a quiet machine")
+
+
+def draw(scenario: Scenario, *, even: bool) -> None:
+    """Show the timeline of each side of a scenario between hosts."""
+    if scenario.network is None:
+        raise BenchError("it is on one machine: only what goes between hosts has a timeline")
+    with scenario.network(even) as lan:
+        for side in scenario.sides:
+            rows = [(words, *(f"{t:.4f}" for t in times)) for words, *times in profile(side, lan)]
+            head = ("seconds since a step's first share left", "first", "median", "last member")
+            print(f"\n{scenario.name}, {side.name}")
+            print(report.plain([head, *rows]), flush=True)
 
 
 def machine() -> str:

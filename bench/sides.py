@@ -279,7 +279,7 @@ def alone(name: str, job: Job, *, threads: int | None = 1) -> Side:
     return Side(name, start, 1, threads=threads)
 
 
-def page(name: str, script: str, model: str, workers: int, steps: int) -> Side:
+def page_server(name: str, script: str, model: str, workers: int, steps: int) -> Side:
     """A parameter server of a page and its workers, on this machine."""
 
     def start(stage: Stage) -> None:

@@ -88,6 +88,7 @@ class Server:
         """Handle messages until every worker has stopped; raises what went wrong, and tells the workers."""
         for leader in self.topology.leaders_of(self.member):
             self._post.send(leader.name, Kind.HELLO, Hello(VERSION))
+        self._post.keep()
         try:
             while not self._stopped >= self._workers | self._peers:
                 self._once()
@@ -112,6 +113,8 @@ class Server:
             return
         if message is not None:
             self._deal(message)
+        for loss in self._post.flush():
+            self._note_loss(loss)
         if self.rounds is not None:
             now = time.monotonic()
             self.rounds.sync.tick(now)
@@ -129,12 +132,15 @@ class Server:
     def _take(self, message: Message) -> None:
         """Handle a message, or tell its sender why not."""
         try:
-            with self._post.together():
-                self._handle(message)
+            self._handle(message)
         except ProtocolError as error:
             self._post.send(message.header.sender, Kind.REFUSE, Refuse(type(error).__name__, error.what))
-        except PeerFailed as error:  # a worker that died; who supervises it decides what follows
-            self._events.write("note", message=error.what)
+        except PeerFailed as error:
+            self._note_loss(error)
+
+    def _note_loss(self, error: PeerFailed) -> None:
+        """A worker has died; who supervises it decides what follows."""
+        self._events.write("note", message=error.what)
 
     def _handle(self, message: Message) -> None:
         header = message.header

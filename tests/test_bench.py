@@ -20,6 +20,7 @@ from bench.scenarios import scenarios
 from bench.scenarios.kinds import over, told
 from bench.sides import figures_of
 from bench.stage import Course, Look, Told
+from bench.timeline import Row, timeline
 from bench.usage import Usage
 from shoal.limits import all_reduce, mixed
 
@@ -162,6 +163,36 @@ def test_what_got_worse_is_marked() -> None:
     assert row == ("a over b", "1.5 [1.4 … 1.6]", "≤ 1: no", "0.9 [0.8 … 1]", "WORSE")
     (row,) = report.ratios(result("a", 0.9), result("a", 0.9))
     assert row[2:] == ("≤ 1: yes", "0.9 [0.8 … 1]", "")
+
+
+def test_a_timeline_tells_when_members_were_where_in_a_step() -> None:
+    logs: dict[str, list[Row]] = {f"worker 0.{rank}": [] for rank in (0, 1)} | {"server 0.0": []}
+    for step in range(1, 7):
+        for rank in (0, 1):
+            begun, late = 10.0 * step, 0.5 * rank
+            logs[f"worker 0.{rank}"] += [
+                (begun + late, True, "SHARE", "server 0.0", step),
+                (begun + late + 1, True, "SHARE", "server 0.0", step),
+                (begun + late + 2, True, "COMMIT", "server 0.0", step),
+                (begun + late + 6, False, "VALUES", "server 0.0", step),
+            ]
+            logs["server 0.0"] += [
+                (begun + late + 4, False, "SHARE", f"worker 0.{rank}", step),
+                (begun + late + 3, False, "COMMIT", f"worker 0.{rank}", step),
+                (begun + late + 5, True, "VALUES", f"worker 0.{rank}", step),
+                (begun + 9, True, "SYNC", "server 1.0", 0),
+            ]
+    found = {words: times for words, *times in timeline(logs)}
+    assert found == {
+        "a worker's first share leaves": [0, 0.25, 0.5],
+        "a worker's commit leaves": [2, 2.25, 2.5],
+        "the last commit arrives at a server": [3.5] * 3,
+        "a server's first values leave": [5] * 3,
+        "the last share arrives at a server": [4.5] * 3,
+        "a server's last values leave": [5.5] * 3,
+        "the last values arrive at a worker": [6, 6.25, 6.5],
+        "the next step's first share leaves": [10, 10.25, 10.5],
+    }
 
 
 def test_numbers_have_units() -> None:

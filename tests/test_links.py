@@ -232,7 +232,7 @@ def test_who_is_given_up_is_not_waited_for_and_waits_for_nobody(clock: Clock) ->
         link.pace = pace
         assert pace.lets(link)
     pace.moved(fast, LEAD)
-    assert not pace.lets(fast) and fast.held and slow.needs_writer
+    assert not pace.lets(fast) and fast.held and pace.holding
     with slow.lock:
         slow.give_up()
     assert pace.lets(fast)
@@ -241,7 +241,7 @@ def test_who_is_given_up_is_not_waited_for_and_waits_for_nobody(clock: Clock) ->
     assert not pace.lets(fast) and fast.held
     with fast.lock:
         fast.give_up()
-    assert not fast.held and not pace.holding and not slow.needs_writer
+    assert not fast.held and not pace.holding
 
 
 def test_who_leaves_while_it_is_held_holds_nobody_up(clock: Clock) -> None:
@@ -314,6 +314,24 @@ def test_what_the_scripts_thread_sends_frees_who_waits_for_it(
     pace.leave(slow)
     worker.send(server.name, "bulk", [b"share", b"", b""])
     assert hears.recv(100).endswith(b"at last")
+    worker.close()
+    server.close()
+
+
+def test_what_waits_behind_others_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[int] = []
+    wake = Writer._wake
+    monkeypatch.setattr(Writer, "_wake", lambda writer: woken.append(1) or wake(writer))
+    server = PlainSockets("server 0.0", "secret", "tcp://127.0.0.1:0", 5.0)
+    worker = PlainSockets("worker 0.0", "secret", None, 5.0)
+    worker.dial(server.name, server.bound, 5.0)
+    big = [b"header", b"body", bytes(10_000_000)]
+    for _ in range(20):
+        worker.send(server.name, "bulk", big)
+    assert len(woken) == 1
+    assert [len(frames[2]) for frames in take(server, 20)] == [10_000_000] * 20
+    worker.send(server.name, "bulk", big)  # the writer has gone to sleep, or is about to
+    assert len(take(server, 1)[0][2]) == 10_000_000
     worker.close()
     server.close()
 

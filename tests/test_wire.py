@@ -164,17 +164,15 @@ def test_values_leave_in_the_order_of_the_model(monkeypatch: pytest.MonkeyPatch)
     assert turns == [7, 0, 0]
 
 
-def test_places_are_told_of_together_in_order_and_what_has_none_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_places_are_told_of_together_and_what_has_none_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, told = InProcess(Hub(), "server 0.0"), []
     endpoint.memory = Memory(lambda peer: peer != "worker 0.9")
-    room = as_bytes(endpoint.memory.allocate(4 * TOGETHER))
+    room = as_bytes(endpoint.memory.allocate(TOGETHER))
 
     def send(peer: str, lane: str, frames: Any, turn: int) -> None:
-        told.append((peer, turn))
         if peer == "worker 0.1":
             raise PeerFailed(peer)
+        told.append((peer, turn))
 
     monkeypatch.setattr(endpoint, "send", send)
     post = Post(endpoint, RUN)
@@ -182,20 +180,31 @@ def test_places_are_told_of_together_in_order_and_what_has_none_at_once(
     def values(peer: str, chunk: int, nbytes: int = 8) -> None:
         post.send(peer, Kind.VALUES, frames=[room[:nbytes]], chunk=chunk)
 
-    with pytest.raises(PeerFailed), post.together():
-        for chunk in (1, 2):
-            for rank in range(3):
-                values(f"worker 0.{rank}", chunk)
-        values("worker 0.9", 3)
-        assert told == [("worker 0.9", 3)]
-        told.clear()
-    assert told == [(f"worker 0.{rank}", chunk) for chunk in (1, 2) for rank in range(3)]
-    with post.together():
-        values("worker 0.0", 4)
-        values("worker 0.0", 5, TOGETHER)
-        assert told[-2:] == [("worker 0.0", 4), ("worker 0.0", 5)]
-    values("worker 0.0", 6)
-    assert told[-1] == ("worker 0.0", 6)
+    def new() -> list[tuple[str, int]]:
+        found, told[:] = [*told], []
+        return found
+
+    values("worker 0.0", 1)
+    assert new() == [("worker 0.0", 1)]
+    post.keep()
+    for chunk in (2, 3):
+        for rank in range(3):
+            values(f"worker 0.{rank}", chunk)
+    assert not new()
+    values("worker 0.9", 4)
+    assert new() == [("worker 0.9", 4)]
+    assert [str(error) for error in post.flush()] == ["worker 0.1"]
+    assert new() == [("worker 0.0", 2), ("worker 0.0", 3), ("worker 0.2", 2), ("worker 0.2", 3)]
+    values("worker 0.0", 5)
+    values("worker 0.1", 6, TOGETHER)
+    values("worker 0.2", 6, TOGETHER)
+    values("worker 0.2", 7)
+    assert new() == [("worker 0.2", 6)]
+    assert len(post.flush()) == 1 and not post.flush()
+    assert new() == [("worker 0.0", 5), ("worker 0.2", 7)]
+    values("worker 0.0", 8)
+    post.close()
+    assert new() == [("worker 0.0", 8)]
 
 
 # A server among strangers.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from bench.jobs.meter import Meter
 from bench.jobs.models import give, make_model, shape_of
+from bench.jobs.watch import FOLDER, watch
 
 NOTHING = (torch.empty(0), torch.empty(0))  # a batch, where gradients are given
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
@@ -93,6 +96,8 @@ def fsdp(job: argparse.Namespace) -> Loop:
 
 def with_shoal(job: argparse.Namespace) -> Loop:
     """Shoal, under whatever the cluster block says."""
+    if folder := os.environ.get(FOLDER):
+        watch(Path(folder))
     run = shoal.init()
     loop = plain(job, run.rank)
     model, optimizer = run.prepare(loop.model, loop.optimizer, **({"overlap": True} if job.overlap else {}))

@@ -13,7 +13,7 @@ FIRST = 1 << 16  # bytes of the first try; each is twice the one before
 LAST = 1 << 24
 LONG = 0.05  # seconds from which a try tells the rate: a shaper lets the first bytes pass at once
 TURN = 0.01  # seconds that a chunk may keep the line from others
-LEAST = 1 << 15  # bytes of a chunk: with less its handling costs more than its way
+LEAST = 1 << 15  # bytes of a chunk: with less the processors decide, not the line
 
 
 def line_rate(exchange: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic) -> float:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from shoal.errors import UsageError
+from shoal.errors import PeerFailed, UsageError
 from shoal.transport.memory import Memory
 from shoal.wire import BULK, Body, Frame, Header, Kind, Message, decode, encode
 
 Lane = Literal["control", "bulk"]
 LANES: tuple[Lane, Lane] = ("control", "bulk")
-TOGETHER = 1 << 20  # bytes at places that peers are told of at once: copying more takes longer than waking up
+TOGETHER = (
+    1 << 20
+)  # bytes at places that a peer is told of at once: to copy more takes longer than to wake up
 
 
 class Token(Protocol):
@@ -71,9 +72,6 @@ class Endpoint(Protocol):
         ...
 
 
-_Letter = tuple[str, Lane, list[Frame], int]
-
-
 class Post:
     """A member's letters: messages with this member's name on them, over any endpoint.
 
@@ -87,8 +85,10 @@ class Post:
         self.life = life
         self.plan = ""
         self._run = run
-        self._kept: list[_Letter] | None = None
-        self._kept_bytes = 0
+        self._keeping = False
+        self._kept: defaultdict[str, list[tuple[Lane, list[Frame], int]]] = defaultdict(list)
+        self._due: Counter[str] = Counter()  # bytes, of what is kept
+        self._failures: list[PeerFailed] = []
         self._sequence = itertools.count(1)
         self._closed = False
 
@@ -124,31 +124,33 @@ class Post:
             sent=time.time(),
             **fields,
         )
-        letter = peer, lane, encode(header, body, frames), turn
-        if not place or self._kept is None:
-            return self.endpoint.send(*letter)
-        self._kept.append(letter)
-        self._kept_bytes += nbytes
-        if self._kept_bytes >= TOGETHER:
-            self._send_kept()
+        message = encode(header, body, frames)
+        if not place or not self._keeping:
+            return self.endpoint.send(peer, lane, message, turn)
+        self._kept[peer].append((lane, message, turn))
+        self._due[peer] += nbytes
+        if self._due[peer] >= TOGETHER:
+            self._send_kept(peer)
         return Released()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Places are told of at its end, or when they hold much: a peer is woken up once, not for each."""
-        self._kept = []
-        try:
-            yield
-        finally:
-            self._send_kept()
-            self._kept = None
+    def keep(self) -> None:
+        """From now on tell of places at `flush`, or of many bytes at once: a peer is woken up less often."""
+        self._keeping = True
 
-    def _send_kept(self) -> None:
-        """Send what is kept; raises the last of the peers' failures once all the others have theirs."""
-        letters, self._kept, self._kept_bytes = self._kept or (), [], 0
-        with ExitStack() as sends:
-            for letter in reversed(letters):
-                sends.callback(self.endpoint.send, *letter)
+    def flush(self) -> list[PeerFailed]:
+        """Send what is kept; returns what kept it, so far, from peers that are gone."""
+        for peer in list(self._kept):
+            self._send_kept(peer)
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _send_kept(self, peer: str) -> None:
+        del self._due[peer]
+        try:
+            for letter in self._kept.pop(peer):
+                self.endpoint.send(peer, *letter)
+        except PeerFailed as error:
+            self._failures.append(error)
 
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""
@@ -161,7 +163,8 @@ class Post:
         return Message(message.header, message.content, [self.endpoint.memory.at(message.header.place)])
 
     def close(self) -> None:
-        """Send what is still queued; nothing can be sent after it."""
+        """Send what is kept and what is still queued; nothing can be sent after it."""
+        self.flush()
         self._closed = True
         self.endpoint.close()
         self.endpoint.memory.close()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 
-from shoal.transport import Lane, Token
+from shoal.transport import Lane
 from shoal.wire import Frame
 
 LIMIT = 1 << 36  # bytes in a message at most
@@ -30,13 +30,17 @@ STANDSTILL = 1.0  # seconds after which a link that does not move is not waited 
 _COUNT = struct.Struct("<Q")
 
 
-class _Letter:
-    """A message on its way out, and the token that says when the kernel has taken its last byte."""
+class Letter:
+    """A message on its way out, and the token that says when the kernel has taken its last byte.
 
-    __slots__ = ("_some_left", "left", "turn", "views")
+    Attributes:
+        first: whether none of its link was waiting before it.
+    """
+
+    __slots__ = ("_some_left", "first", "left", "turn", "views")
 
     def __init__(self, views: list[memoryview], turn: int, some_left: threading.Condition) -> None:
-        self.views, self.turn, self.left = views, turn, False
+        self.views, self.turn, self.left, self.first = views, turn, False, False
         self._some_left = some_left
 
     def wait(self, timeout: float) -> bool:
@@ -231,7 +235,7 @@ class Link:
         self.given = LEAD
         self.lock = threading.Lock()
         self.broken = False
-        self._queue: deque[_Letter] = deque()  # the first may have left in part
+        self._queue: deque[Letter] = deque()  # the first may have left in part
         self._some_left = threading.Condition(self.lock)
 
     @property
@@ -244,30 +248,33 @@ class Link:
         """Whether it waits for links of its pace, not for the kernel."""
         return self.pace is not None and self.pace.holds(self)
 
-    @property
-    def needs_writer(self) -> bool:
-        """Whether something waits, here or at a link that may have waited for this one."""
-        return self.waiting or (self.pace is not None and self.pace.holding)
+    def needs_writer(self, letter: Letter) -> bool:
+        """Whether the writer has to be told: what was sent waits, or another link may have waited for it.
 
-    def send(self, frames: Sequence[Frame], turn: int = 0) -> Token:
+        What waits behind others it finds by itself.
+        """
+        return letter.first and (self.waiting or (self.pace is not None and self.pace.holding))
+
+    def send(self, frames: Sequence[Frame], turn: int = 0) -> Letter:
         """Hand a message to the kernel, or as much of it as it takes; see Endpoint.send."""
         sizes = [memoryview(frame).nbytes for frame in frames]
         prefix = struct.pack(f"<{len(sizes) + 1}Q", len(sizes), *sizes)
         total, parts = sum(sizes), (prefix, *frames)
         if total <= SHORT:
             parts = (b"".join(parts),)
-        letter = _Letter([memoryview(part).cast("B") for part in parts], turn, self._some_left)
+        letter = Letter([memoryview(part).cast("B") for part in parts], turn, self._some_left)
         with self.lock:
             if self.broken:
                 letter.left = True
                 return letter
             self.given += total
+            letter.first = not self._queue
             self._enqueue(letter)
-            if self._queue[0] is letter:
+            if letter.first:
                 self.flush()
         return letter
 
-    def _enqueue(self, letter: _Letter) -> None:
+    def _enqueue(self, letter: Letter) -> None:
         """Let it overtake what has a later turn, but not the first, which may have left in part."""
         place = len(self._queue)
         while place > 1 and self._queue[place - 1].turn > letter.turn:

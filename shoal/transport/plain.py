@@ -119,7 +119,7 @@ class PlainSockets:
             if lane == "bulk" and family == socket.AF_INET:
                 link.pace = self._paces[peer.rpartition(".")[0]]  # that of all servers of one group
             self._known(link, peer, lane)
-            link.send([self.name.encode(), self._secret, lane.encode()])
+            self._hand(link, [self.name.encode(), self._secret, lane.encode()])
 
     def _add(self, connection: socket.socket) -> Link:
         if connection.family == socket.AF_INET:
@@ -146,10 +146,13 @@ class PlainSockets:
             if peer in self._dialled:
                 return Released()
             raise PeerFailed(f"{peer} cannot be reached any more", member=self.name)
-        token = link.send(frames, turn)
-        if link.needs_writer:
+        return self._hand(link, frames, turn)
+
+    def _hand(self, link: Link, frames: Sequence[Frame], turn: int = 0) -> Token:
+        letter = link.send(frames, turn)
+        if link.needs_writer(letter):
             self._writer.watch(link)
-        return token
+        return letter
 
     def _check_process(self) -> None:
         """A process that the script has forked holds copies of the sockets, and must not use them."""
@@ -197,9 +200,7 @@ class PlainSockets:
         lane: Lane = "bulk" if greeting[2] == b"bulk" else "control"
         self._known(link, peer, lane)
         for frames, turn in self._early.pop((peer, lane), ()):
-            link.send(frames, turn)
-        if link.waiting:
-            self._writer.watch(link)
+            self._hand(link, frames, turn)
 
     def _drop(self, link: Link) -> None:
         """The peer has closed its end, or is not to be heard any more."""

@@ -1,9 +1,10 @@
-"""The least that a parameter server in shared memory does: it copies, sums, updates and wakes up.
+"""A parameter server in shared memory stripped of everything else: gradients are copied, the values updated,
+copied, and each waits for the other.
 
-No names, no steps, no checks, nothing that may be late, and a model of one piece. What it reaches bounds what
-any server can that reads gradients where workers have put them.
+No names, no steps, no checks, nothing that may be late, and a model of one piece: how much faster it is than
+another server tells what all these may cost.
 
-``bare.py serve PATH WORKERS FLOATS`` and ``bare.py work PATH BELL FLOATS WARMUP STEPS``.
+``stripped.py serve PATH WORKERS FLOATS`` and ``stripped.py work PATH BELL FLOATS WARMUP STEPS``.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ def serve(path: str, workers: int, floats: int) -> None:
         streams = [listener.accept()[0] for _ in range(workers)]
     for number, stream in enumerate(streams, 1):
         socket.send_fds(stream, [bytes([number, 1 + workers])], [file])
-    total = torch.empty(floats)
     while all([stream.recv(1) for stream in streams]):
-        torch.add(gradients[0], gradients[1], out=total)
-        values.add_(total, alpha=-0.01 / workers)
+        for gradient in gradients:
+            values.add_(gradient, alpha=-0.01 / workers)
         for stream in streams:
             stream.send(b"x")
 
