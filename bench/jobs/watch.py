@@ -37,4 +37,4 @@ def watch(folder: Path) -> None:
         folder.joinpath(f"{post.endpoint.name}.json").write_text(json.dumps(rows.pop(post, [])))
         close(post)
 
-    Post.send, Post.receive, Post.close = sent, received, closed  # type: ignore[method-assign]
+    Post.send, Post.receive, Post.close = sent, received, closed  # type: ignore[method-assign, assignment]
