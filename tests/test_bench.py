@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import isclose
 from pathlib import Path
@@ -208,3 +209,13 @@ def test_told_takes_a_figure_as_it_is() -> None:
 
 def test_the_page_is_made_of_what_is_recorded() -> None:
     assert report.page(results.load()) == report.PAGE.read_text()
+
+
+def test_what_is_out_of_reach_is_explained_and_nothing_else() -> None:
+    page = report.PAGE.with_name("limits.md").read_text()
+    missed = {
+        name.split()[0]
+        for name, result in results.load().items()
+        if any(ratio.reached is False for ratio in result.ratios)
+    }
+    assert set(re.findall(r"^## (\S+)$", page, re.MULTILINE)) == missed
