@@ -108,10 +108,17 @@ def together(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, dict[str, Spr
     }
 
 
+SPREAD = 0.03  # of a ratio, at least: what one turn and the next differ by on a quiet machine
+
+
 def worse(now: Ratio, then: Ratio) -> bool:
-    """Whether a ratio has got worse than the recorded one by more than both spreads' wider one."""
+    """Whether a ratio has got worse than the recorded one by more than both spreads' wider one.
+
+    One turn has no spread: a small part of the ratio stands in for it.
+    """
     lost = now.spread.median - then.spread.median
-    return (lost if now.better == "less" else -lost) > max(now.spread.width, then.spread.width)
+    allowed = max(now.spread.width, then.spread.width, SPREAD * then.spread.median)
+    return (lost if now.better == "less" else -lost) > allowed
 
 
 def rate_together(ends: Sequence[Sequence[float]]) -> float:

@@ -22,7 +22,7 @@ what has got worse.
 Where a network is named, hosts are network namespaces of one machine, joined by a switch, every interface
 shaped in both directions; flows are even (reno, no slow start after a pause) unless it is said otherwise.
 *Limit* is what the calculator in `shoal/limits.py` says: the model's bytes over the speed of the busiest
-interface. What is out of reach is explained [beside its profile](limits.md).
+interface. What is not reached is explained [beside its profile](limits.md).
 """
 
 UNITS = (("_bytes", "bytes"), ("_peak", "bytes"), ("_pss", "bytes"), ("host_", "bytes"), ("_s", "seconds"))

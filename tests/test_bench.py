@@ -54,6 +54,8 @@ def test_reach(bound: float | None, better: str, reached: bool | None) -> None:
         (of(0.8, 1.1, 1.3), of(0.9, 0.95, 1.0), "less", False),  # today's is wide itself
         (of(1.1, 1.1, 1.1), of(0.9, 0.95, 1.0), "more", False),  # better
         (of(0.7, 0.7, 0.7), of(0.9, 0.95, 1.0), "more", True),
+        (of(1.131, 1.131, 1.131), of(1.128, 1.128, 1.128), "less", False),  # one turn each
+        (of(1.17, 1.17, 1.17), of(1.128, 1.128, 1.128), "less", True),
     ],
 )
 def test_worse(now: Spread, then: Spread, better: str, expected: bool) -> None:
@@ -211,7 +213,7 @@ def test_the_page_is_made_of_what_is_recorded() -> None:
     assert report.page(results.load()) == report.PAGE.read_text()
 
 
-def test_what_is_out_of_reach_is_explained_and_nothing_else() -> None:
+def test_what_is_not_reached_is_explained_and_nothing_else() -> None:
     page = report.PAGE.with_name("limits.md").read_text()
     missed = {
         name.split()[0]
