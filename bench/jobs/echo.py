@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import socket
-import sys
 
 from bench.jobs.meter import Meter
+from bench.jobs.roles import play
 
 PIECE = 1 << 18  # bytes per call
 
@@ -59,15 +59,5 @@ def work(path: str, bell: str, count: int, warmup: int, steps: int) -> None:
     stream.close()
 
 
-def main() -> None:
-    """Be what the first argument says."""
-    role, path, *rest = sys.argv[1:]
-    if role == "serve":
-        serve(path)
-    else:
-        bell, *numbers = rest
-        work(path, bell, *map(int, numbers))
-
-
 if __name__ == "__main__":
-    main()
+    play(serve, work)

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import zmq
 
 from bench.jobs.meter import Meter
+from bench.jobs.roles import play
 
 
 def serve(path: str, workers: int, floats: int) -> None:
@@ -43,15 +42,5 @@ def work(path: str, bell: str, floats: int, warmup: int, steps: int) -> None:
     socket.close()
 
 
-def main() -> None:
-    """Be what the first argument says."""
-    role, path, *rest = sys.argv[1:]
-    if role == "serve":
-        serve(path, *map(int, rest))
-    else:
-        bell, *numbers = rest
-        work(path, bell, *map(int, numbers))
-
-
 if __name__ == "__main__":
-    main()
+    play(serve, work)

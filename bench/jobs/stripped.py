@@ -12,12 +12,12 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import sys
 
 import torch
 from torch import Tensor
 
 from bench.jobs.meter import Meter
+from bench.jobs.roles import play
 
 
 def shared(file: int, floats: int, parts: int) -> Tensor:
@@ -63,16 +63,6 @@ def work(path: str, bell: str, floats: int, warmup: int, steps: int) -> None:
     stream.close()
 
 
-def main() -> None:
-    """Be what the first argument says."""
-    torch.set_num_threads(1)
-    role, path, *rest = sys.argv[1:]
-    if role == "serve":
-        serve(path, *map(int, rest))
-    else:
-        bell, *numbers = rest
-        work(path, bell, *map(int, numbers))
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    play(serve, work)
