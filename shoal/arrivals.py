@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-import torch
-from torch import Tensor
-
 from shoal.errors import MissedWait, ParameterEdited
 from shoal.exchange import Exchange
-from shoal.parameters import Replica, fingerprint
+from shoal.parameters import Replica, buffer_mark, fingerprint
 from shoal.partition import Chunk
 from shoal.rows import numbers_of
 from shoal.waiting import Outcome
@@ -42,7 +39,7 @@ class Watch:
             if thorough(step):
                 self._fingerprints[number] = fingerprint(tensor)
         for number in range(len(self._buffers)) if buffers is None else buffers:
-            self._buffers[number] = _mark(self._replica.places[number].tensor)
+            self._buffers[number] = buffer_mark(self._replica.places[number].tensor)
 
     def pend(self, buffers: Iterable[int]) -> None:
         """Let buffers count as changed whatever they hold."""
@@ -51,7 +48,7 @@ class Watch:
 
     def changed(self, buffer: int) -> bool:
         """Whether a buffer has been written to since."""
-        return self._buffers[buffer] != _mark(self._replica.places[buffer].tensor)
+        return self._buffers[buffer] != buffer_mark(self._replica.places[buffer].tensor)
 
     def check(self, step: int, parameters: Iterable[int] | None = None) -> None:
         """Raise ParameterEdited where the script has changed one of these parameters (by default all)."""
@@ -186,10 +183,3 @@ def edited_parameter(name: str, member: str, step: int) -> ParameterEdited:
 def thorough(step: int) -> bool:
     """Version counters miss edits through .data: these steps compare bytes as well."""
     return step <= 3 or step % 100 == 0
-
-
-def _mark(buffer: Tensor) -> tuple[int, ...]:
-    """Tells whether a buffer was written to; by its bytes too, as batch norm's kernels count no versions."""
-    version = buffer.data_ptr(), buffer._version
-    counted = isinstance(buffer, torch.nn.Parameter) or not buffer.is_floating_point()
-    return version if counted else (*version, fingerprint(buffer))

@@ -17,6 +17,7 @@ from shoal.codecs import Coding, dtype_of, wide
 from shoal.config import Config
 from shoal.ema import bytes_of
 from shoal.launcher import FAILED, FINISHED
+from shoal.own import steps_itself
 from shoal.partition import ITEMSIZE, Chunk, Plan
 from shoal.probe import Seen, look
 from shoal.rows import Rows
@@ -40,6 +41,9 @@ class Need:
             ``wire_dtype`` also what it last had, and what encoding has cut off. Of a server: what each group
             was last sent, where that is not the values themselves, and what its exchange with other server
             groups starts from.
+
+    Where a worker steps on the model itself, values and shares are its own. Its optimizer's state is listed
+    with the server beside it, and in ``copies`` what others have changed and the worker has not taken in yet.
     """
 
     elements: int
@@ -67,11 +71,15 @@ def of_server(prepared: Prepared, config: Config, server: Member) -> Need:
     groups, coding = len(topology.worker_groups_of(server.group)), Coding.of(config.cluster)
     alone = groups == 1 and prepared.plan.server_groups == 1
     sent = [chunk for chunk in chunks if not chunk.row and (coding.applies(chunk) or not alone)]
+    elements, state = sum(chunk.size for chunk in trained), sum(_state(prepared, c, config) for c in trained)
+    if topology.paired(server) and steps_itself(config.cluster, prepared.plan, prepared.ema):
+        waiting = _bytes(chunks) if topology.synchronised else 0
+        return Need(elements, 0, 0, state, 0, copies=_bytes(followed) + waiting)
     return Need(
-        elements=sum(chunk.size for chunk in trained),
+        elements=elements,
         parameters=_bytes(trained) + masters + averages,
         buffers=_bytes(chunk for chunk in chunks if chunk.buffer is not None),
-        optimizer=sum(_state(prepared, chunk, config) for chunk in trained),
+        optimizer=state,
         gradients=_bytes(chunks) * len(topology.workers_of(server)),
         copies=_bytes(followed) + _bytes(sent) * groups,
     )

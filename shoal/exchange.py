@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from shoal.codecs import EXACT, Coded, Coding
@@ -14,14 +15,12 @@ from shoal.leases import Ask, Block
 from shoal.parameters import Frames, codec_of, frames_of
 from shoal.partition import Chunk, Plan
 from shoal.rows import Content
+from shoal.start import Start
 from shoal.topology import Member, Topology
 from shoal.transport import Post, Token
 from shoal.updater import Settings
 from shoal.waiting import Outcome, Wait, Waiter
-from shoal.wire import Commit, Frame, Hello, Init, Kind, Lease, Leave, Norm, Pull, State
-
-Start = Iterator[tuple[int, list[State], list[Frame]]]
-"""A worker's start: of each chunk its number, and its state and values as INIT carries them."""
+from shoal.wire import Commit, Hello, Init, Kind, Lease, Leave, Norm, Pull
 
 
 @dataclass
@@ -290,6 +289,10 @@ class Exchange:
     def _send_leave(self, server: str) -> None:
         group, total = self.member.group, self._totals[server]
         self._post.send(server, Kind.LEAVE, Leave(total), group=group, number=self._loops)
+
+    def editing(self) -> AbstractContextManager[None]:
+        """A context in which the script changes values, to be handed to `edit` in it."""
+        return nullcontext()
 
     def edit(self, edited: Mapping[int, Sequence[Content]]) -> None:
         """Hand the servers what the script has changed; waits until it is in.

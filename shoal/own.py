@@ -1,4 +1,4 @@
-"""One worker with a server of its own: the parameters are the server's where they are, and nothing travels.
+"""One worker with a server of its own beside it: it steps on the model itself, and nothing travels.
 
 What a step does is what links would do, bit for bit: the same checks and the same arithmetic, without a copy.
 """
@@ -6,15 +6,19 @@ What a step does is what links would do, bit for bit: the same checks and the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.arrivals import edited_parameter, thorough
+from shoal.asynchrony import Correction
+from shoal.beside import OwnShard
+from shoal.config import Cluster
 from shoal.errors import GradientEdited
-from shoal.exchange import Exchange, Start
+from shoal.exchange import Exchange
 from shoal.parameters import Replica, fingerprint
 from shoal.partition import Chunk, Plan
 from shoal.rows import Content, check_layout, mark_of, numbers_of
@@ -24,73 +28,93 @@ from shoal.stepping import CLIP_LAST, Loop, Skips, finite, loss_scale
 from shoal.transport import Post
 from shoal.updater import bare_step
 from shoal.waiting import Outcome
-from shoal.wire import Hello, Kept, Kind, Pull
+from shoal.wire import Kind, Pull
 
 SMALL = 1 << 16  # elements; up to here one look at all gradients costs less than one at each
 
 
-def keeps_its_own(membership: Membership, ema: float | None) -> bool:
-    """Whether this worker is alone with its server, of which nothing is asked that it cannot do itself."""
-    m, cluster = membership, membership.config.cluster
-    alone = m.topology.workers_per_group == m.topology.servers_per_group == 1 and not m.topology.separate
-    followed = m.topology.synchronised and len(m.topology.workers) > 1
+def steps_itself(cluster: Cluster, plan: Plan, ema: float | None) -> bool:
+    """Whether nothing is asked of a worker's own server that the worker cannot do itself."""
     plain = (cluster.wire_dtype, cluster.server_dtype, cluster.data) == ("float32", "same", "dealt")
-    return alone and not followed and plain and not m.schedules.kept and ema is None and not m.links
+    if not plain or ema is not None:
+        return False
+    tables = any(chunk.row for chunk in plan.chunks)
+    alone = not (tables or cluster.warmup_steps) and Correction.of(cluster) == Correction()
+    return alone or plan.server_groups == 1
 
 
 class Own(Exchange):
-    """An exchange without links: the worker does what it would have asked of its server.
+    """An exchange in which the worker does what it would have asked of its server.
 
     Args:
-        post: for one last word to the server, which reports for the two.
-        state_bytes: of the optimizers' state, when asked.
+        shard: the model, as the server sees it.
+        check: see Waiter.
     """
 
     def __init__(
-        self, membership: Membership, post: Post, plan: Plan, state_bytes: Callable[[], int]
+        self,
+        membership: Membership,
+        post: Post,
+        plan: Plan,
+        shard: OwnShard,
+        check: Callable[[float], None],
     ) -> None:
         m = membership
-        super().__init__(m.member, m.topology, post, plan, m.config.timeouts, lambda waited: None)
-        self.rounds = self.applied = self.dropped = 0
-        self._state_bytes = state_bytes
-
-    def closed(self, chunks: Sequence[Chunk], shares: int, applied: bool) -> None:
-        """A step has closed its rounds on these chunks, of which so many had a gradient."""
-        self.rounds += len(chunks)
-        if applied:
-            self.applied += shares
-        else:
-            self.dropped += shares
+        super().__init__(m.member, m.topology, post, plan, m.config.timeouts, check)
+        self.shard = shard
+        self._left = False
 
     @property
     def pushed(self) -> int:
         """Shares that would have been pushed."""
-        return self.applied + self.dropped
+        return self.shard.applied + self.shard.dropped
 
-    def join(self, hello: Hello, start: Start | None, late: str = "") -> tuple[Outcome, bool]:
-        """There is nobody to greet, and the start is this worker's."""
-        return Outcome(), False
+    def stepped(self, optimizer: int, stop: bool) -> bool:
+        """A step is over: have the server look where it has something to do.
+
+        Args:
+            stop: all groups are to end their loops.
+
+        Returns:
+            whether this one is.
+        """
+        shard = self.shard
+        with shard.lock:
+            shard.stop_asked |= stop
+            shard.returned |= self._left
+            self._left = False
+            stop |= shard.stopping
+            needed = shard.stop_asked or shard.returned or shard.due()
+        if needed:
+            group, step = self.member.group, self.steps[optimizer]
+            self._post.send(self._servers[0], Kind.COMMIT, group=group, step=step)
+        return stop
 
     def pull(self, present: Pull | None = None, late: str = "") -> Outcome:
-        """The present values are in the model."""
-        return Outcome()
+        """See Exchange.pull; from now until the next step the server looks at nothing in the model."""
+        with self.shard.lock:
+            values = self.shard.take() if present is None else self.shard.keep()
+        return Outcome(dict(values))
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """See Exchange.editing; the values are the server's own."""
+        with self.shard.lock:
+            self.shard.install()
+            try:
+                yield
+            finally:
+                self.shard.edited()
 
     def edit(self, edited: Mapping[int, Sequence[Content]]) -> None:
-        """The script has changed the server's own values."""
+        """The values are changed already."""
 
     def leave(self) -> None:
-        """Nobody waits."""
-
-    def settle(self) -> None:
-        """There is nobody to wait for."""
-
-    def close(self) -> None:
-        """Tell the server what it would have counted, and that it may go."""
-        sizes = (chunk.size for chunk in self.plan.chunks if chunk.buffer is None)
-        kept = Kept(self.rounds, self.applied, self.dropped, sum(sizes), self._state_bytes())
-        for server in self._servers:
-            self._post.send(server, Kind.STOP, kept)
-        self._post.close()
+        """See Exchange.leave; what the script does to the model from now on is no step of the group's."""
+        self._left = True
+        with self.shard.lock:
+            self.shard.keep()
+        super().leave()
 
 
 class OwnStepper:
@@ -134,13 +158,16 @@ class OwnStepper:
         good = not counts or self._finite(gradients)
         if counts and good:
             self._scale(gradients, loss_scale(scaler, self._optimizer))
-            self._own_step()
-        exchange.closed(self._chunks, self._shares(len(gradients)) if counts else 0, good)
+        with exchange.shard.lock:
+            exchange.shard.install(self.number, counts and good)
+            if counts and good:
+                self._own_step()
+            exchange.shard.closed(self.number, self._shares(len(gradients)) if counts else 0, good)
         exchange.steps[self.number] = step
         self._skips.judge(not good, step, scaler)
         self._coefficient, self._clipped, self.limit = 1.0, [], None
-        self.remember(step + 1)
-        self._loop.stopping |= self._loop.stop_asked
+        self._seen = self._look(step + 1)
+        self._loop.stopping |= exchange.stepped(self.number, self._loop.stop_asked)
         self._loop.batch.stepped()
         self._loop.stepped()
 
@@ -168,12 +195,13 @@ class OwnStepper:
         return optimizer is self._optimizer
 
     def pending(self) -> set[int]:
-        """Buffers are pushed nowhere."""
-        return set()
+        """Numbers of the buffers that have changed since the last step."""
+        return self._exchange.shard.changed()
 
     def remember(self, step: int, pending: Collection[int] = ()) -> None:
         """Note the model as it is now, to notice what the script changes before `step`."""
         self._seen = self._look(step)
+        self._exchange.shard.remember(pending)
 
     def _look(self, step: int) -> list[tuple[int, ...]]:
         look: list[tuple[int, ...]] = [(tensor.data_ptr(), tensor._version) for tensor in self._tensors]

@@ -141,6 +141,13 @@ def fingerprint(tensor: Tensor) -> int:
     return zlib.crc32(as_bytes(tensor.detach().contiguous().cpu()))
 
 
+def buffer_mark(buffer: Tensor) -> tuple[int, ...]:
+    """Tells whether a buffer was written to; by its bytes too, as batch norm's kernels count no versions."""
+    version = buffer.data_ptr(), buffer._version
+    counted = isinstance(buffer, nn.Parameter) or not buffer.is_floating_point()
+    return version if counted else (*version, fingerprint(buffer))
+
+
 class BufferAt(NamedTuple):
     """Where a buffer lives; looked up anew each time, because modules may replace the tensor.
 

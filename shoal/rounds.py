@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shoal import acts
 from shoal.acts import Action
 from shoal.admission import Admission
 from shoal.asynchrony import Correction
+from shoal.edits import Edits
 from shoal.errors import ProtocolError, ShoalError
 from shoal.ledger import Life
-from shoal.parameters import Frames, checked, codec_of, frames_of, received
+from shoal.parameters import Frames, codec_of, frames_of, received
 from shoal.partition import Chunk, Plan
 from shoal.present import Present
-from shoal.rows import Content, Rows, average_rows, edited_rows
+from shoal.rows import Content, Rows, average_rows
 from shoal.shard import Shard, average, merge, squared_norm
 from shoal.snapshots import Snapshot, Snapshots
 from shoal.sync import Sync
@@ -73,7 +73,26 @@ class Rounds:
         self._loop = 1
         self._stopping = False
         self._cold: dict[tuple[int, int], int] = {}
-        self._edits: dict[tuple[Life, int], int] = {}
+        self._edits = Edits(shard, snapshots)
+
+    @property
+    def handlers(self) -> dict[Kind, Callable[[Message], None]]:
+        """What is done about which kind of message."""
+        return {Kind.SHARE: self.share, Kind.COMMIT: self.commit, Kind.NORM: self.norm, Kind.PULL: self.pull}
+
+    @property
+    def warming(self) -> bool:
+        """Whether worker group 0 still makes the others' start."""
+        return self.admission.warming
+
+    def join(self, life: Life) -> tuple[int, ...]:
+        """A worker is there; returns the last step of each optimizer that its group has closed."""
+        self._admit(acts.Join(life))
+        return tuple(self.admission.last_step(life.group, number) for number in range(len(self._start)))
+
+    def leave(self, life: Life, total: int) -> None:
+        """A worker has left a loop, after pushing so many shares."""
+        self._admit(acts.Leave(life, total))
 
     # One handler per kind of message.
 
@@ -159,13 +178,10 @@ class Rounds:
             self._tell(acts.Tell(life.group, life.rank, header.step, (), (0,)))
 
     def edit(self, message: Message) -> None:
-        """A group has changed a chunk by hand: what it changed is added to what others did meanwhile."""
-        header, chunk = message.header, self.chunk(message)
-        life = life_of(message)
-        if header.number > self._edits.get((life, chunk.number), 0):
-            self._edits[life, chunk.number] = header.number
-            edit = self._edit_rows if chunk.row else self._edit_chunk
-            edit(message, chunk)
+        """A group has changed a chunk by hand."""
+        chunk = self.chunk(message)
+        self._edits.edit(message, life_of(message), chunk)
+        header = message.header
         self._post.send(header.sender, Kind.STORED, chunk=chunk.number, number=header.number)
 
     def _agreed(self, key: tuple[int, int], ranks: Sequence[int]) -> Commit:
@@ -180,20 +196,6 @@ class Rounds:
                     remedy="all workers of a group clip alike, with GradScalers of the same settings",
                 )
         return first
-
-    def _edit_chunk(self, message: Message, chunk: Chunk) -> None:
-        edited = checked(message.frames, chunk, message.header.sender)
-        snapshot = self._snapshots.last(chunk.number, life_of(message).group)
-        if snapshot is None:
-            raise ProtocolError(f"{message.header.sender} changes chunk {chunk.number}, which it never had")
-        self.shard.assign(chunk.number, self._snapshots.edit(snapshot, edited))
-
-    def _edit_rows(self, message: Message, chunk: Chunk) -> None:
-        sender, frames = message.header.sender, message.frames
-        new, old = (received(part, "rows", chunk, sender) for part in (frames[:2], frames[2:]))
-        if not (isinstance(new, Rows) and isinstance(old, Rows) and torch.equal(new.index, old.index)):
-            raise ProtocolError(f"{sender} changed rows of chunk {chunk.number} and says not which they were")
-        self.shard.assign(chunk.number, edited_rows(self.shard.table(chunk.number), new, old))
 
     def _stop_loop(self) -> None:
         """A worker asks all groups to end their loops: each hears it with the values of its next step."""

@@ -6,14 +6,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from torch import Tensor
 
-from shoal import acts
 from shoal.acts import Owned
 from shoal.admission import Admission
 from shoal.asynchrony import Correction
+from shoal.beside import Beside, OwnRounds, OwnShard
 from shoal.codecs import Coding
 from shoal.config import Config
 from shoal.errors import ModelMismatch, PeerFailed, ProtocolError
@@ -27,9 +27,9 @@ from shoal.shard import Shard
 from shoal.snapshots import Snapshots
 from shoal.sync import Sync
 from shoal.topology import Member, Topology
-from shoal.totals import totals_kept, totals_of
+from shoal.totals import totals_of, totals_of_own
 from shoal.transport import Post
-from shoal.wire import VERSION, Hello, Init, Kept, Kind, Lease, Leave, Message, Refuse, Welcome
+from shoal.wire import VERSION, Hello, Init, Kind, Lease, Leave, Message, Refuse, Welcome
 
 TICK = 0.2  # seconds between looks at the clock while nothing arrives
 FIRST = Member("worker", 0, 0)
@@ -42,6 +42,7 @@ class Server:
         post: its letters.
         events: where it reports.
         schedules: where the order of its messages is written to or read from.
+        beside: what it has in common with its worker, where that has no other server and is in its process.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class Server:
         post: Post,
         events: Events,
         schedules: Schedules = UNSCHEDULED,
+        beside: Beside | None = None,
     ) -> None:
         self.member, self.topology, self.config = member, topology, config
-        self.rounds: Rounds | None = None
+        self.rounds: Rounds | OwnRounds | None = None
+        self._beside, self._lock = beside, nullcontext() if beside is None else beside.lock
         self._post, self._events = post, events
         self._schedule = Schedule(schedules, config, member)
         self._workers = {worker.name for worker in topology.workers_of(member)}
@@ -63,7 +66,6 @@ class Server:
         self._known = self._workers | self._peers | near
         self._model: Hello | None = None
         self._plan: Plan | None = None
-        self._kept: Kept | None = None
         self._hellos: dict[str, Message] = {}
         self._starting: list[str] = []
         self._early: list[Message] = []
@@ -112,7 +114,8 @@ class Server:
             self._events.write("note", message=f"dropped a message: {error}")
             return
         if message is not None:
-            self._deal(message)
+            with self._lock:
+                self._deal(message)
         for loss in self._post.flush():
             self._note_loss(loss)
         if self.rounds is not None:
@@ -145,10 +148,7 @@ class Server:
     def _handle(self, message: Message) -> None:
         header = message.header
         greeting = header.kind in (Kind.HELLO, Kind.WELCOME, Kind.INIT)
-        if header.kind is Kind.STOP and self._plan is None and message.content:
-            self._kept = message.body(Kept)
-            self._stop(message)
-        elif not greeting and self.rounds is None:
+        if not greeting and self.rounds is None:
             self._early.append(message)
         elif not greeting and header.plan != self._post.plan:
             raise ProtocolError(f"{header.sender} follows another plan ({header.plan[:8]})")
@@ -165,25 +165,45 @@ class Server:
             raise ProtocolError(f"{sender} runs Shoal {hello.shoal}, {self.member} runs {VERSION}")
         self._hellos[sender] = message
         self._waiting_for.discard(sender)
-        if sender == FIRST.name and self._plan is None:
-            self._begin(hello)
-        elif self.rounds is not None:
+        if sender == FIRST.name and self._model is None:
+            self._model = hello
+        if self.rounds is not None:
             self._receive(message)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Get ready once worker 0.0's model is known, first hand or through server group 0."""
+        if self._plan is None and (model := self._model) is not None:
+            if self._beside is not None and not self._hellos.keys() >= self._workers:
+                return  # the worker has not said yet who keeps the values
+            self._shard = self._own_shard(model) or self._new_shard(model)
+            self._plan = self._shard.plan
+            self._post.plan = self._plan.digest
+            for message in self._early_values:
+                self._init(message)
         self._open_if_complete()
 
-    def _begin(self, model: Hello) -> None:
-        """Worker 0.0's model is known, first hand or through server group 0."""
-        self._model = model
-        self._plan = plan_for(self.topology, self.config.cluster, model.parameters, model.buffers)
-        self._post.plan = self._plan.digest
-        wide = self.config.cluster.server_dtype == "float32"
-        allowed = self.config.allow_optimizers
+    def _own_shard(self, model: Hello) -> OwnShard | None:
+        """The model of the worker beside, if that steps on it itself."""
+        own = None if self._beside is None else self._beside.shard
+        if own is None or any(differs(hello.body(Hello), model) for hello in self._from_workers()):
+            return None
+        if self.member.group:
+            own.expect()
+            self._missing = {chunk.number for chunk in own.chunks}
+        return own
+
+    def _new_shard(self, model: Hello) -> Shard:
+        """Room for this server's part of the model."""
+        plan = plan_for(self.topology, self.config.cluster, model.parameters, model.buffers)
+        wide, allowed = self.config.cluster.server_dtype == "float32", self.config.allow_optimizers
         allocate = self._post.endpoint.memory.allocate
-        place = self._plan, self.member.index
-        self._shard = Shard(*place, model.optimizers, allowed, wide, allocate, model.ema)
-        self._missing = {chunk.number for chunk in self._shard.chunks}
-        for message in self._early_values:
-            self._init(message)
+        shard = Shard(plan, self.member.index, model.optimizers, allowed, wide, allocate, model.ema)
+        self._missing = {chunk.number for chunk in shard.chunks}
+        return shard
+
+    def _from_workers(self) -> list[Message]:
+        return [hello for sender, hello in self._hellos.items() if sender in self._workers]
 
     def _init(self, message: Message) -> None:
         header = message.header
@@ -204,46 +224,42 @@ class Server:
 
     def _welcomed(self, message: Message) -> None:
         model = message.body(Welcome).model
-        if model is not None and self._plan is None:
-            self._begin(model)
-            self._open_if_complete()
+        if model is not None and self._model is None:
+            self._model = model
+            self._begin()
 
     def _open_if_complete(self) -> None:
         """Start serving once the values are here and those who follow this server can be reached."""
         if self._plan is None or self._missing or self._waiting_for or self.rounds is not None:
             return
-        self.rounds = self._make_rounds(self._plan)
-        self._handlers |= {
-            Kind.SHARE: self.rounds.share,
-            Kind.COMMIT: self.rounds.commit,
-            Kind.NORM: self.rounds.norm,
-            Kind.PULL: self.rounds.pull,
-            Kind.SYNC: self._sync_request,
-            Kind.SYNCED: self._sync_reply,
-        }
+        sync = Sync(
+            self._shard,
+            self.member.group,
+            self._plan.server_groups,
+            self.config.cluster.sync_freq,
+            self._sender(Kind.SYNC),
+            self._sender(Kind.SYNCED),
+            self.config.timeouts.ask,
+        )
+        self.rounds = self._make_rounds(self._plan, sync)
+        self._handlers |= self.rounds.handlers
+        self._handlers |= {Kind.SYNC: self._sync_request, Kind.SYNCED: self._sync_reply}
         waiting, self._early = [*self._hellos.values(), *self._early], []
         self._schedule.begin(self._plan.digest, time.monotonic())
         for message in waiting:
             self._deal(message)
 
-    def _make_rounds(self, plan: Plan) -> Rounds:
-        topology, member, timeouts = self.topology, self.member, self.config.timeouts
+    def _make_rounds(self, plan: Plan, sync: Sync) -> Rounds | OwnRounds:
+        topology, member = self.topology, self.member
         assert self._model is not None
+        if isinstance(self._shard, OwnShard):
+            return OwnRounds(self._shard, sync, self._post, sorted(self._peers))
         served = topology.worker_groups_of(member.group)
         chunks = {c.number: Owned(c.optimizer, c.buffer is not None) for c in self._shard.chunks}
         cluster = self.config.cluster
         groups = dict.fromkeys(served, topology.workers_per_group)
         admission = Admission(groups, chunks, cluster.max_delay, cluster.warmup_steps)
         self._shard.rounds = admission.version
-        sync = Sync(
-            self._shard,
-            member.group,
-            plan.server_groups,
-            cluster.sync_freq,
-            self._sender(Kind.SYNC),
-            self._sender(Kind.SYNCED),
-            timeouts.ask,
-        )
         alone = len(served) == 1 and plan.server_groups == 1
         settings = tuple(spec.groups for spec in self._model.optimizers)
         peers = sorted(self._peers)
@@ -264,7 +280,7 @@ class Server:
             if self.topology.source_of(Member.parse(sender)) == self.member:
                 self._post.send(sender, Kind.WELCOME, Welcome(model=model))
                 self._starting.append(sender)
-                if not self.rounds.admission.warming:
+                if not self.rounds.warming:
                     self._hand_over()
             return
         hello = message.body(Hello)
@@ -272,12 +288,7 @@ class Server:
             what = f"the model of {sender} differs from that of {FIRST}: {found}"
             self._post.send(sender, Kind.REFUSE, Refuse(ModelMismatch.__name__, what))
             return
-        life = life_of(message)
-        for action in self.rounds.admission.admit(acts.Join(life)):
-            self.rounds.do(action)
-        steps = tuple(
-            self.rounds.admission.last_step(life.group, number) for number in range(len(model.optimizers))
-        )
+        steps = self.rounds.join(life_of(message))
         self._post.send(sender, Kind.WELCOME, Welcome(steps, hello.checksum != model.checksum))
 
     # Between server groups.
@@ -336,9 +347,7 @@ class Server:
         self._leaving.add(sender)
         if loop > self._loops[sender]:
             self._loops[sender] = loop
-            leave = acts.Leave(life_of(message), message.body(Leave).total)
-            for action in self.rounds.admission.admit(leave):
-                self.rounds.do(action)
+            self.rounds.leave(life_of(message), message.body(Leave).total)
             if self._ended > before:
                 self.rounds.sync.flush(self._ended, time.monotonic())
         self._answer_leaving()
@@ -365,12 +374,12 @@ class Server:
                 self._post.send(peer, Kind.STOP)
 
     def _report(self) -> None:
-        if self._kept is not None:
-            totals = totals_kept(self._kept)
+        assert self.rounds is not None
+        rounds, traffic = self.rounds, self._post.endpoint.traffic
+        if isinstance(rounds, OwnRounds):
+            self._events.write("finished", **totals_of_own(rounds, traffic))
         else:
-            assert self.rounds is not None
-            totals = totals_of(self.rounds, self._shard, self._post.endpoint.traffic)
-        self._events.write("finished", **totals)
+            self._events.write("finished", **totals_of(rounds, traffic))
 
 
 def differs(hello: Hello, model: Hello) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.beside import Beside
 from shoal.collectives import Collectives
 from shoal.config import Cluster, Config, load
 from shoal.errors import UsageError
@@ -89,15 +90,18 @@ def _alone(cluster: str | Cluster | None, seed: int | None) -> Run:
     worker, server = topology.workers[0], topology.servers[0]
     run_id, hub = secrets.token_hex(16), Hub()
     site = OneProcess(hub, worker.name)
+    beside = Beside() if topology.paired(worker) else None
     member = Server(
         server,
         topology,
         config,
         Post(OneProcess(hub, server.name).endpoint(), run_id),
         Events(None, server.name),
+        beside=beside,
     )
     threading.Thread(target=site.guard(member.serve), name=server.name, daemon=True).start()
-    return Run(Membership(config, topology, worker, run_id, None, private), site, Events(None, worker.name))
+    membership = Membership(config, topology, worker, run_id, None, private, beside=beside)
+    return Run(membership, site, Events(None, worker.name))
 
 
 def seed_everything(seed: int) -> None:
@@ -178,5 +182,5 @@ def serve(membership: Membership, site: Site, events: Events) -> None:
     """Run one server member until its workers have stopped."""
     m = membership
     post = Post(site.endpoint(), m.run_id, m.incarnation)
-    Server(m.member, m.topology, m.config, post, events, m.schedules).serve()
+    Server(m.member, m.topology, m.config, post, events, m.schedules, m.beside).serve()
     post.close()

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch.distributed import FileStore, HashStore, Store
 
+from shoal.beside import Beside
 from shoal.config import Config
 from shoal.errors import ShoalError, WaitTimeout
 from shoal.schedule import UNSCHEDULED, Schedules
@@ -31,7 +32,7 @@ class Membership:
         private: directory of sockets and of the store, readable by this user alone.
         schedules: where the order of servers' messages is written to or read from.
         local_rank: this process's number on its machine; None = the worker's number in the run.
-        links: a worker and its server exchange messages even where they could do without.
+        beside: what a worker and its server have in common, where they have only each other in one process.
         line_rate: bytes per second between machines; 0 = it is not known.
     """
 
@@ -44,7 +45,7 @@ class Membership:
     incarnation: int = 1
     schedules: Schedules = UNSCHEDULED
     local_rank: int | None = None
-    links: bool = False
+    beside: Beside | None = None
     line_rate: float = 0.0
 
     @property

@@ -9,6 +9,7 @@ Tables with sparse gradients travel between server groups whole, as differences:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,20 @@ from torch import Tensor
 
 from shoal.errors import ProtocolError
 from shoal.partition import Chunk
-from shoal.shard import Shard
+
+
+class Owned(Protocol):
+    """The values that a server owns; see Shard."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]: ...
+
+    @property
+    def rounds(self) -> Callable[[int], int]: ...
+
+    def values(self, chunk: int) -> Tensor: ...
+
+    def assign(self, chunk: int, values: Tensor) -> None: ...
 
 
 class Send(Protocol):
@@ -28,10 +42,14 @@ class Send(Protocol):
 
 @dataclass
 class _Following:
-    """A follower's side of one chunk."""
+    """A follower's side of one chunk.
+
+    Attributes:
+        exchanged: rounds that the last difference sent has covered, and those before.
+    """
 
     base: Tensor
-    rounds: int = 0
+    exchanged: int = 0
     sequence: int = 0
     sent: Tensor | None = None
     final: int = 0
@@ -53,7 +71,7 @@ class Sync:
 
     def __init__(
         self,
-        shard: Shard,
+        shard: Owned,
         group: int,
         groups: int,
         sync_freq: int,
@@ -90,22 +108,30 @@ class Sync:
         self._begun = True
         for chunk, state in self._following.items():
             state.base.copy_(self._shard.values(chunk))
+            state.exchanged = self._shard.rounds(chunk)
 
     # Beside training.
 
     def closed(self, chunk: int, now: float) -> None:
-        """A local round changed the chunk."""
-        if (state := self._following.get(chunk)) and self._begun:
-            state.rounds += 1
-            if state.sent is None and state.rounds >= self._frequency:
-                self._send(chunk, state, now)
+        """A local round has closed on the chunk."""
+        if (state := self._following.get(chunk)) and self._due(chunk, state):
+            self._send(chunk, state, now)
+
+    def due(self) -> bool:
+        """Whether `closed` would begin an exchange of some chunk."""
+        return any(self._due(chunk, state) for chunk, state in self._following.items())
+
+    def _due(self, chunk: int, state: _Following) -> bool:
+        rounds = self._shard.rounds(chunk) - state.exchanged
+        return self._begun and state.sent is None and rounds >= self._frequency
 
     def _send(self, chunk: int, state: _Following, now: float, final: int = 0) -> None:
         values = self._shard.values(chunk)
         averaged = self._chunks[chunk].buffer is not None
         state.sent = values.clone() if averaged else values - state.base
         state.base.copy_(values)
-        state.covered, state.rounds = state.rounds, 0
+        rounds = self._shard.rounds(chunk)
+        state.covered, state.exchanged = rounds - state.exchanged, rounds
         state.sequence += 1
         state.final = final
         state.due, state.patience = now + self._patience, self._patience
@@ -162,7 +188,7 @@ class Sync:
             self._open.discard(chunk)
         elif self._flushing:
             self._send(chunk, state, now, final=self._loop)
-        elif state.rounds >= self._frequency:
+        elif self._due(chunk, state):
             self._send(chunk, state, now)
 
     # At the end: all groups equal.

@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed import HashStore, Store
 
 from shoal import session
+from shoal.beside import Beside
 from shoal.config import Cluster, Config, Timeouts, load
 from shoal.errors import ShoalError
 from shoal.events import Events
@@ -125,7 +126,7 @@ def run_cluster(
         judge: decides the fate of every message; all are delivered without one.
         links: called with all members' links before anything starts.
         schedules: folders that the order of servers' messages is recorded in or replayed from.
-        messages: False: one worker beside its server trains without any, as in a real run.
+        messages: False: workers with a server of their own step on the model itself, as in a real run.
 
     Raises:
         the first error of any member.
@@ -150,15 +151,18 @@ def run_cluster(
             for worker in topology.workers:  # nobody waits for one that has failed
                 Post(OneProcess(hub, name).endpoint(), "test").send(worker.name, Kind.STOP)
 
+    common = {worker: Beside() for worker in topology.workers if topology.paired(worker) and not messages}
     for member in topology.servers:
         post = Post(report.links[member.name], "test")
-        server = Server(member, topology, config, post, report.events[member.name], schedules)
+        events, host = report.events[member.name], topology.host_of(member)
+        beside = None if host is None else common.get(host)
+        server = Server(member, topology, config, post, events, schedules, beside)
         report.servers[member.name] = server
         work = partial(_serve, server, post)
         threads.append(threading.Thread(target=guarded, args=(member.name, work), daemon=True))
     for member in topology.workers:
         site = _Site(report.links[member.name], store, failed)
-        membership = Membership(config, topology, member, "test", None, Path(), links=messages)
+        membership = Membership(config, topology, member, "test", None, Path(), beside=common.get(member))
         run = Run(membership, site, report.events[member.name])
         work = partial(_work, run, member.name, function, report)
         threads.append(threading.Thread(target=guarded, args=(member.name, work), daemon=True))

@@ -192,6 +192,15 @@ class Topology:
         """The worker in whose process a server is a thread; None = a process of its own."""
         return self._hosts.get(server)
 
+    def paired(self, member: Member) -> bool:
+        """Whether this is a worker whose only server is beside it and has no other worker, or that server."""
+        worker = member if member.role == "worker" else self.host_of(member)
+        if worker is None:
+            return False
+        server, *others = self.servers_of(worker)
+        lone = not others and self.workers_of(server) == (worker,) and self.host_of(server) == worker
+        return lone and member in (worker, server)
+
     @property
     def at_home(self) -> bool:
         """Whether every worker has all its servers beside it, in one process."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.beside import OwnRounds
 from shoal.rounds import Rounds
-from shoal.shard import Shard
-from shoal.wire import Kept
 
 Totals = dict[str, Any]
 
 
-def totals_of(rounds: Rounds, shard: Shard, traffic: Mapping[str, int]) -> Totals:
+def totals_of(rounds: Rounds, traffic: Mapping[str, int]) -> Totals:
     """The counts of a server's own rounds.
 
     Args:
         traffic: receiver → bytes sent.
     """
-    ledger, sync = rounds.admission.ledger, rounds.sync
+    ledger, sync, shard = rounds.admission.ledger, rounds.sync, rounds.shard
     return {
         "rounds": rounds.admission.rounds,
         "pushed": ledger.pushed,
@@ -34,18 +33,19 @@ def totals_of(rounds: Rounds, shard: Shard, traffic: Mapping[str, int]) -> Total
     }
 
 
-def totals_kept(kept: Kept) -> Totals:
-    """The same counts where the worker kept the parameters itself, and nothing travelled."""
+def totals_of_own(rounds: OwnRounds, traffic: Mapping[str, int]) -> Totals:
+    """The same counts where the worker has taken the steps itself: no share has travelled."""
+    shard, sync = rounds.shard, rounds.sync
     return {
-        "rounds": kept.rounds,
-        "pushed": kept.applied + kept.dropped,
-        "applied": kept.applied,
+        "rounds": sum(shard.rounds(chunk.number) for chunk in shard.chunks),
+        "pushed": shard.applied + shard.dropped,
+        "applied": shard.applied,
         "duplicate": 0,
-        "dropped": {"non-finite": kept.dropped} if kept.dropped else {},
-        "staleness": {"0": kept.applied} if kept.applied else {},
-        "parameters": kept.parameters,
-        "state_bytes": kept.state_bytes,
-        "traffic": {},
-        "exchanges": 0,
-        "exchanged_rounds": 0,
+        "dropped": {"non-finite": shard.dropped} if shard.dropped else {},
+        "staleness": {"0": shard.applied} if shard.applied else {},
+        "parameters": shard.parameters,
+        "state_bytes": shard.state_bytes,
+        "traffic": dict(traffic),
+        "exchanges": sync.exchanges,
+        "exchanged_rounds": sync.exchanged_rounds,
     }

@@ -15,8 +15,8 @@ from shoal.adoption import adopt
 from shoal.asynchrony import Correction, cautions
 from shoal.batch import Batch, Hold
 from shoal.batchnorm import Group, synchronise
-from shoal.codecs import Coding
 from shoal.collectives import Collectives
+from shoal.connection import connected
 from shoal.data import Loader
 from shoal.ema import checked_decay
 from shoal.errors import UsageError
@@ -27,18 +27,16 @@ from shoal.files import Files
 from shoal.leases import Lessor
 from shoal.models import Described, describe, refuse_wrappers
 from shoal.overlap import Forwards
-from shoal.own import Own, OwnStepper, keeps_its_own
+from shoal.own import Own, OwnStepper
 from shoal.parameters import Replica
 from shoal.partition import Chunk, Plan, plan_for
 from shoal.prepare import Stepper
 from shoal.results import loggable, plain_number, plain_value
 from shoal.rows import Content, changed_rows
 from shoal.site import Membership, Site
-from shoal.staging import Stage
 from shoal.start import start_of
 from shoal.topology import Member
-from shoal.transport import Post
-from shoal.updater import is_elementwise, refuse_gradients, resolve, spec_of, state_bytes
+from shoal.updater import is_elementwise, refuse_gradients, resolve, spec_of
 from shoal.waiting import Outcome
 from shoal.wire import VERSION, Hello, OptimizerSpec, Pull
 
@@ -106,10 +104,10 @@ class Training:
         plan = plan_for(m.topology, m.config.cluster, described.parameters, described.buffers)
         if self.probe is not None:
             self.probe(Prepared(self.models, optimizers, specs, plan, self.loaders, self.batch, ema))
-        self._replica, exchange = self._connected(plan, described, optimizers)
+        self._replica, exchange = connected(m, self._site, plan, described, optimizers, ema, self.note)
         first = m.member == Member("worker", 0, 0)
         checksum = self._replica.checksum()
-        start = start_of(optimizers, self._replica) if first else None
+        start = start_of(optimizers, self._replica) if first and not isinstance(exchange, Own) else None
         hello = Hello(VERSION, described.parameters, described.buffers, specs, checksum, ema)
         outcome, differs = exchange.join(hello, start, self._late())
         self.install(outcome)
@@ -143,23 +141,6 @@ class Training:
         refuse_gradients(described.parameters, specs, allowed)
         correction.refuse_tables(described.parameters)
         return described, specs
-
-    def _connected(
-        self, plan: Plan, described: Described, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[Replica, Exchange]:
-        """The model as the servers see it, and the way to them."""
-        m = self.membership
-        post = Post(self._site.endpoint(), m.run_id, m.incarnation)
-        if keeps_its_own(m, self._ema):
-            own = Own(m, post, plan, lambda: sum(state_bytes(optimizer) for optimizer in optimizers))
-            return Replica(plan, described.tensors, described.places), own
-        memory, stage = post.endpoint.memory, Stage.of(described.all, self.note)
-        memory.mapped = None if stage is None else stage.pin
-        replica = Replica(plan, described.tensors, described.places, memory.allocate, stage)
-        coding = Coding.of(m.config.cluster)
-        return replica, Exchange(
-            m.member, m.topology, post, plan, m.config.timeouts, self._site.check, coding
-        )
 
     def _overlap(self) -> None:
         """Let forwards wait for new values, where those come from servers."""
@@ -289,12 +270,15 @@ class Training:
         replica, exchange = self.joined()
         self.wait()
         self.collectives.gather(None)  # nobody's last values are still on their way
-        before = replica.snapshot()
-        yield
-        if self.membership.member.index == 0:
-            after = replica.snapshot()
-            edited = {c.number: _edited(c, before[c.number], after[c.number]) for c in replica.plan.chunks}
-            exchange.edit({chunk: contents for chunk, contents in edited.items() if contents})
+        with exchange.editing():
+            before = replica.snapshot()
+            yield
+            if self.membership.member.index == 0:
+                after = replica.snapshot()
+                edited = {
+                    c.number: _edited(c, before[c.number], after[c.number]) for c in replica.plan.chunks
+                }
+                exchange.edit({chunk: contents for chunk, contents in edited.items() if contents})
         self._remember()
 
     def report_result(self, value: Any) -> None:

@@ -284,18 +284,11 @@ class Updater:
         """Take over a state that `export` or a worker's optimizer made."""
         for piece in range(len(self._pieces)):
             self._split({piece})  # each piece may have taken another number of steps
-        tensors = iter(frames)
-        for entry in entries:
-            value: Any = entry.value
+        for entry, value in unpack(entries, frames):
             view = self._pieces[entry.piece]
-            if entry.rows:
-                index = from_bytes(next(tensors), "int64").clone()
-                rows = from_bytes(next(tensors), entry.dtype).clone().view(len(index), *entry.shape[1:])
-                value = Rows(index, rows).sparse(entry.shape[0])
-            elif entry.dtype:
-                value = from_bytes(next(tensors), entry.dtype).clone().view(entry.shape)
-                if entry.key != "step" and value.shape == view.shape and value.is_floating_point():
-                    value = value.to(view.dtype)  # a master is wider than the worker's state
+            wide = entry.dtype and not entry.rows and entry.key != "step" and value.is_floating_point()
+            if wide and value.shape == view.shape:
+                value = value.to(view.dtype)  # a master is wider than the worker's state
             self._optimizer.state[view][entry.key] = value
 
 
@@ -365,6 +358,20 @@ def pack(states: Iterable[Mapping[str, Any]]) -> tuple[list[State], list[Frame]]
             else:
                 entries.append(State(piece, key, value))
     return entries, frames
+
+
+def unpack(entries: Sequence[State], frames: Sequence[Frame]) -> Iterator[tuple[State, Any]]:
+    """Each entry of a state that `pack` made, with its value."""
+    tensors = iter(frames)
+    for entry in entries:
+        value: Any = entry.value
+        if entry.rows:
+            index = from_bytes(next(tensors), "int64").clone()
+            rows = from_bytes(next(tensors), entry.dtype).clone().view(len(index), *entry.shape[1:])
+            value = Rows(index, rows).sparse(entry.shape[0])
+        elif entry.dtype:
+            value = from_bytes(next(tensors), entry.dtype).clone().view(entry.shape)
+        yield entry, value
 
 
 def _tuples(settings: Mapping[str, Any]) -> dict[str, Any]:

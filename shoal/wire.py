@@ -247,21 +247,6 @@ class Lease(Body, frozen=True):
     block: Block | None = None
 
 
-class Kept(Body, frozen=True):
-    """In STOP from a worker that has kept its server's parameters itself: what the server would have counted.
-
-    Attributes:
-        parameters: elements of parameters.
-        state_bytes: bytes of optimizer state.
-    """
-
-    rounds: int
-    applied: int
-    dropped: int
-    parameters: int
-    state_bytes: int
-
-
 class Missing(Body, frozen=True):
     """In HEARTBEAT: for whose commit or share the server waits."""
 

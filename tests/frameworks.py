@@ -46,6 +46,7 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
     "hybrid": {"nworker_groups": 4, "nserver_groups": 2, "server_worker_separate": True},
     "independent": {"nworker_groups": 2, "nserver_groups": 0, "nworkers_per_group": 2},
 }
+"""Under hogwild workers step on the model themselves here, as in a real run; elsewhere they have messages."""
 
 
 Body = Callable[[Run, nn.Module, Optimizer, Sequence[Batch]], None]
@@ -88,7 +89,7 @@ def clustered(
             case.loop(model, optimizer, mine) if body is None else body(run, model, optimizer, mine)
         return after(run, model)
 
-    report = run_cluster(work, cluster)
+    report = run_cluster(work, cluster, messages=cluster is not ASYNCHRONOUS["hogwild"])
     adds_up(report)
     return report
 

@@ -76,7 +76,7 @@ def test_mixed_servers_are_told_their_parts() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("cluster", ["sandblaster", "hogwild"])
+@pytest.mark.parametrize("cluster", ["sandblaster", "downpour", "hogwild"])
 def test_servers_hold_what_was_foretold(name: str, cluster: str) -> None:
     config = load(cluster)
     model = net()
@@ -89,12 +89,15 @@ def test_servers_hold_what_was_foretold(name: str, cluster: str) -> None:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
 
-    report = run_cluster(train, cluster)
+    report = run_cluster(train, cluster, messages=False)
+    counters = 4 * len(list(model.parameters())) if cluster == "hogwild" else 0  # not one for each chunk
     for server in Topology.of(config.cluster).servers:
         need = budget.of_server(told, config, server)
         final = report.events[server.name].last("finished")
-        assert (need.elements, need.optimizer) == (final["parameters"], final["state_bytes"])
+        assert need.elements == final["parameters"]
+        assert need.optimizer <= final["state_bytes"] <= need.optimizer + 3 * counters
         assert need.together > need.parameters + need.optimizer
+        assert (need.parameters == 0) is (cluster == "hogwild")
 
 
 def test_masters_are_foretold() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,11 +41,8 @@ class Group:
     """One server group of one server, its share of rounds still to be taken."""
 
     def __init__(self, number: int, groups: int, plan: Plan, freq: int, network: list[Post]) -> None:
-        spec = spec_of(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1), ())
-        self.shard = Shard(plan, 0, [spec], ())
-        for chunk in self.shard.chunks:
-            if chunk.buffer is not None and chunk.dtype == "float64":
-                self.shard.assign(chunk.number, torch.ones(chunk.size, dtype=torch.float64))
+        self.closed = Counter[int]()
+        self.shard = self.make(plan)
 
         def send(kind: str) -> Callable[[int, int, int, int, Tensor], None]:
             def send(group: int, chunk: int, sequence: int, final: int, tensor: Tensor) -> None:
@@ -54,6 +52,26 @@ class Group:
 
         self.sync = Sync(self.shard, number, groups, freq, send("sync"), send("synced"), patience=1.0)
         self.number, self.rounds, self.flushing = number, 0, False
+
+    def make(self, plan: Plan) -> Any:
+        """What this group owns: parameters at 0 and statistics at 1."""
+        spec = spec_of(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1), ())
+        shard = Shard(plan, 0, [spec], ())
+        for chunk in shard.chunks:
+            if chunk.buffer is not None and chunk.dtype == "float64":
+                shard.assign(chunk.number, torch.ones(chunk.size, dtype=torch.float64))
+        shard.rounds = self.closed.__getitem__
+        return shard
+
+    def end(self, now: float) -> None:
+        """No more rounds."""
+        self.flushing = True
+        self.sync.flush(1, now)
+
+    def close(self, chunk: int, now: float) -> None:
+        """A round has closed on a chunk."""
+        self.closed[chunk] += 1
+        self.sync.closed(chunk, now)
 
     def receive(self, post: Post, now: float) -> None:
         if post.kind == "sync":
@@ -65,11 +83,11 @@ class Group:
 class World:
     """Groups that take rounds while a network delays, reorders, doubles and loses what they say."""
 
-    def __init__(self, groups: int, freq: int, seed: int) -> None:
+    def __init__(self, groups: int, freq: int, seed: int, kind: type[Group] = Group) -> None:
         self.rng, self.now = random.Random(seed), 0.0
         self.plan = make_plan(PARAMETERS, BUFFERS, 1, groups, chunk_bytes=640)
         self.network: list[Post] = []
-        self.groups = [Group(g, groups, self.plan, freq, self.network) for g in range(groups)]
+        self.groups = [kind(g, groups, self.plan, freq, self.network) for g in range(groups)]
         for group in self.groups:
             group.rounds = self.rng.randint(0, 60)
         self.total = {c.number: torch.zeros(c.size, dtype=torch.float64) for c in self.plan.chunks}
@@ -90,8 +108,7 @@ class World:
             group.rounds -= 1
             self.round(group)
         elif not group.flushing:
-            group.flushing = True
-            group.sync.flush(1, self.now)
+            group.end(self.now)
         else:
             self.now += self.rng.random()
             group.sync.tick(self.now)
@@ -109,7 +126,7 @@ class World:
         else:
             group.shard.assign(chunk.number, values + 1)
             self.largest[chunk.number] = max(self.largest[chunk.number], int(values))
-        group.sync.closed(chunk.number, self.now)
+        group.close(chunk.number, self.now)
 
     def carry(self) -> None:
         if not self.network:
@@ -156,10 +173,10 @@ def pair(freq: int) -> tuple[list[Group], list[Post]]:
 def test_what_happens_while_an_exchange_is_in_flight_is_kept() -> None:
     (master, follower), network = pair(1)
     follower.shard.assign(0, follower.shard.values(0) + 1)
-    follower.sync.closed(0, 0.0)
+    follower.close(0, 0.0)
     master.shard.assign(0, master.shard.values(0) + 10)
     follower.shard.assign(0, follower.shard.values(0) + 100)
-    follower.sync.closed(0, 0.0)
+    follower.close(0, 0.0)
     assert [post.kind for post in network] == ["sync"], "one exchange in flight"
     master.receive(network.pop(), 0.0)
     follower.receive(network.pop(), 0.0)
@@ -171,10 +188,10 @@ def test_what_happens_while_an_exchange_is_in_flight_is_kept() -> None:
 def test_an_exchange_comes_after_sync_freq_rounds_and_is_reported() -> None:
     (master, follower), network = pair(3)
     for _ in range(2):
-        follower.sync.closed(0, 0.0)
-        master.sync.closed(0, 0.0)
+        follower.close(0, 0.0)
+        master.close(0, 0.0)
     assert not network
-    follower.sync.closed(0, 0.0)
+    follower.close(0, 0.0)
     assert len(network) == 1
     master.receive(network.pop(), 0.0)
     follower.receive(network.pop(), 0.0)
@@ -183,7 +200,7 @@ def test_an_exchange_comes_after_sync_freq_rounds_and_is_reported() -> None:
 
 def test_an_unanswered_request_is_sent_again_and_less_and_less_often() -> None:
     (_, follower), network = pair(1)
-    follower.sync.closed(0, 0.0)
+    follower.close(0, 0.0)
     for tenths in range(1, 80):
         follower.sync.tick(tenths / 10)
     assert len(network) == 1 + 3, "after 1, 3 and 7 seconds"
@@ -194,7 +211,7 @@ def test_a_single_server_group_has_nothing_to_exchange() -> None:
     network: list[Post] = []
     group = Group(0, 1, make_plan(PARAMETERS, BUFFERS, 1, 1), 1, network)
     for chunk in group.shard.chunks:
-        group.sync.closed(chunk.number, 0.0)
+        group.close(chunk.number, 0.0)
     group.sync.flush(1, 0.0)
     assert group.sync.flushed
     assert not network

@@ -23,6 +23,7 @@ from typing import NoReturn
 import torch
 
 from shoal import session
+from shoal.beside import Beside
 from shoal.config import Config
 from shoal.errors import ShoalError, Stopped
 from shoal.events import Events
@@ -105,6 +106,7 @@ class Process:
         self._config = Config.model_validate(spawn.config)
         self._topology = Topology.of(self._config.cluster)
         self._run_dir = RunDir(Path(spawn.run_dir))
+        self._beside = Beside()
         self._stopping = False
         self._pid = os.getpid()
 
@@ -152,6 +154,7 @@ class Process:
             private=Path(self._spawn.private),
             incarnation=self._spawn.incarnation,
             schedules=self._spawn.schedules,
+            beside=self._beside if self._topology.paired(member) else None,
         )
 
     def _events(self, member: Member) -> Events:

@@ -20,6 +20,7 @@ import msgspec
 
 import shoal
 from shoal import session
+from shoal.beside import Beside
 from shoal.config import Cluster, Config, load
 from shoal.errors import LaunchError, ShoalError, UsageError
 from shoal.events import Event, Events
@@ -150,6 +151,7 @@ class Rank:
         self._member = members[place.rank]
         self._ended: dict[str, Event] = {}
         self._threads: list[threading.Thread] = []
+        self._beside = Beside()
         self._failed = False
         self._pid, self._started = os.getpid(), time.time()
         self._meeting = meeting(place, config, self._topology)
@@ -193,6 +195,7 @@ class Rank:
             private=self._meeting.private,
             local_rank=self._place.local_rank,
             line_rate=self._meeting.line_rate,
+            beside=self._beside if self._topology.paired(member) else None,
         )
         path = RunDir(run_dir).events(member) if run_dir else None
         return membership, self._meeting.site(membership), Events(path, member.name, self._tell)
