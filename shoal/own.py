@@ -216,11 +216,17 @@ class OwnStepper:
             raise edited_parameter(self._names[index], self._exchange.member.name, step)
 
     def _gradients(self) -> list[Tensor]:
-        """The gradients that are there; raises UsageError for a sparse one where it should be dense."""
+        """The gradients that are there; raises UsageError for a sparse one where it should be dense.
+
+        Rows that come more than once in a table's are summed, as a share's are.
+        """
         found = [gradient for tensor in self._tensors if (gradient := tensor.grad) is not None]
         if self._tables or [gradient.layout for gradient in found].count(torch.strided) < len(found):
             for name, tensor, row in zip(self._names, self._tensors, self._rows, strict=True):
                 check_layout(name, tensor.grad, row)
+                if row and tensor.grad is not None:
+                    tensor.grad = tensor.grad.coalesce()
+            found = [gradient for tensor in self._tensors if (gradient := tensor.grad) is not None]
         return found
 
     def _finite(self, gradients: list[Tensor]) -> bool:

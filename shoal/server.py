@@ -16,7 +16,7 @@ from shoal.asynchrony import Correction
 from shoal.beside import Beside, OwnRounds, OwnShard
 from shoal.codecs import Coding
 from shoal.config import Config
-from shoal.errors import ModelMismatch, PeerFailed, ProtocolError
+from shoal.errors import ModelMismatch, ProtocolError
 from shoal.events import Events
 from shoal.leases import Leases
 from shoal.parameters import as_bytes, checked
@@ -75,6 +75,7 @@ class Server:
         self._loops: Counter[str] = Counter()
         self._settled = 0
         self._stopped: set[str] = set()
+        self._lost: set[str] = set()
         self._waiting_for = topology.followers_of(member)
         self._leases = Leases(len(topology.worker_groups_of(member.group)), len(self._workers))
         self._handlers: dict[Kind, Callable[[Message], None]] = {
@@ -99,9 +100,8 @@ class Server:
             text = "".join(traceback.format_exception(error))
             for name in self._hellos:
                 if name in self._workers:
-                    with suppress(PeerFailed):  # it is gone itself
-                        refuse = Refuse("PeerFailed", f"{self.member} failed:\n{text}")
-                        self._post.send(name, Kind.REFUSE, refuse)
+                    refuse = Refuse("PeerFailed", f"{self.member} failed:\n{text}")
+                    self._post.send(name, Kind.REFUSE, refuse)
             raise
         self._report()
 
@@ -116,8 +116,9 @@ class Server:
         if message is not None:
             with self._lock:
                 self._deal(message)
-        for loss in self._post.flush():
-            self._note_loss(loss)
+        for loss in {error.what for error in self._post.flush()} - self._lost:
+            self._lost.add(loss)  # who supervises the member decides what follows
+            self._events.write("note", message=loss)
         if self.rounds is not None:
             now = time.monotonic()
             self.rounds.sync.tick(now)
@@ -138,12 +139,6 @@ class Server:
             self._handle(message)
         except ProtocolError as error:
             self._post.send(message.header.sender, Kind.REFUSE, Refuse(type(error).__name__, error.what))
-        except PeerFailed as error:
-            self._note_loss(error)
-
-    def _note_loss(self, error: PeerFailed) -> None:
-        """A worker has died; who supervises it decides what follows."""
-        self._events.write("note", message=error.what)
 
     def _handle(self, message: Message) -> None:
         header = message.header

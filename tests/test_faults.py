@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from cases import notes
 from torch import Tensor
 from toys import ASKING, PATIENT, STEPS, config, learn, movement, walk
 
 from shoal import Run
+from shoal.errors import PeerFailed
 from shoal.testing import Report, run_cluster
+from shoal.transport import Lane, Token
 from shoal.transport.faulty import Fate, Faulty
-from shoal.wire import Header, Kind
+from shoal.wire import Frame, Header, Kind
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "sandblaster": {"nworkers_per_group": 3, "nservers_per_group": 2, "server_worker_separate": True},
@@ -235,3 +239,28 @@ def test_an_old_answer_is_not_taken_for_the_common_end() -> None:
     assert links["server 0.0"].fates["hold"] == 1
     for values in report.results.values():
         assert torch.equal(values[-1], movement({0: 2, 1: 2}, 1))
+
+
+def test_a_reply_that_cannot_be_sent_keeps_no_other_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One send of a server fails in the middle of its replies; who lacks one asks for it, and it is noted."""
+    failed = threading.Event()
+
+    def break_once(links: dict[str, Faulty]) -> None:
+        link = links["server 0.0"]
+        send = link.send
+
+        def failing(peer: str, lane: Lane, frames: Sequence[Frame], turn: int = 0) -> Token:
+            if lane == "bulk" and peer == "worker 0.0" and turn and not failed.is_set():
+                failed.set()
+                raise PeerFailed(f"{peer} cannot be reached any more")
+            return send(peer, lane, frames, turn)
+
+        monkeypatch.setattr(link, "send", failing)
+
+    block = {"nworkers_per_group": 2, "chunk_bytes": 16384 // 8, "share_memory": False}
+    report = run_cluster(lambda run: walk(run), config(ASKING, **block), links=break_once, timeout=20)
+    assert failed.is_set()
+    for values in report.results.values():
+        assert torch.equal(values[-1], movement({0: STEPS}, 2))
+    told = notes(report, "server 0.0")
+    assert told == ["worker 0.0 cannot be reached any more"]

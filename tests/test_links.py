@@ -417,3 +417,23 @@ def test_what_is_sent_after_giving_up_is_the_senders_at_once() -> None:
         link.give_up()
     assert link.send([b"late"]).wait(0.0)
     assert not link.waiting
+
+
+def test_what_an_interrupted_send_left_behind_leaves_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted before the writer was told, a message waits; the next one tells the writer."""
+    watch = Writer.watch
+
+    def interrupted(writer: Writer, link: Link) -> None:
+        monkeypatch.setattr(Writer, "watch", watch)
+        raise KeyboardInterrupt
+
+    server = PlainSockets("server 0.0", "secret", "tcp://127.0.0.1:0", 5.0)
+    worker = PlainSockets("worker 0.0", "secret", None, 5.0)
+    worker.dial(server.name, server.bound, 5.0)
+    monkeypatch.setattr(Writer, "watch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.send(server.name, "bulk", [b"header", b"body", bytes(10_000_000)])
+    worker.send(server.name, "bulk", [b"header", b"body", b"last"])
+    assert [len(frames[2]) for frames in take(server, 2)] == [10_000_000, 4]
+    worker.close()
+    server.close()

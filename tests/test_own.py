@@ -73,15 +73,21 @@ def test_the_accounts_are_those_of_links(name: str) -> None:
     assert not sum(own.events["worker 0.0"].last("finished")["traffic"].values())
 
 
-def test_a_table_is_stepped_by_its_touched_rows() -> None:
+@pytest.mark.parametrize("limit", [None, 0.1])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_a_table_is_stepped_by_its_touched_rows(make: Any, limit: float | None) -> None:
+    """Rows that come more than once are summed first, and clipped then."""
+
     def work(run: Run) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Embedding(50, 4, sparse=True)
-        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        optimizer = make(model.parameters(), lr=0.1)
         run.prepare(model, optimizer)
         for step in run.epochs(4):
             optimizer.zero_grad()
-            model(torch.tensor([1, step, 1])).square().sum().backward()
+            model(torch.tensor([1, step, 1, step, 1])).square().sum().backward()
+            if limit is not None:
+                run.clip_grad_value_(limit)
             optimizer.step()
         return run.state_dict()["weight"]
 

@@ -193,7 +193,8 @@ def test_places_are_told_of_together_and_what_has_none_at_once(monkeypatch: pyte
     assert not new()
     values("worker 0.9", 4)
     assert new() == [("worker 0.9", 4)]
-    assert [str(error) for error in post.flush()] == ["worker 0.1"]
+    post.send("worker 0.1", Kind.LEAVE)  # no place, and no error either
+    assert [str(error) for error in post.flush()] == ["worker 0.1"] * 3
     assert new() == [("worker 0.0", 2), ("worker 0.0", 3), ("worker 0.2", 2), ("worker 0.2", 3)]
     values("worker 0.0", 5)
     values("worker 0.1", 6, TOGETHER)

@@ -125,8 +125,10 @@ class Post:
             **fields,
         )
         message = encode(header, body, frames)
-        if not place or not self._keeping:
+        if not self._keeping:
             return self.endpoint.send(peer, lane, message, turn)
+        if not place:
+            return self._send(peer, lane, message, turn)
         self._kept[peer].append((lane, message, turn))
         self._due[peer] += nbytes
         if self._due[peer] >= TOGETHER:
@@ -134,11 +136,14 @@ class Post:
         return Released()
 
     def keep(self) -> None:
-        """From now on tell of places at `flush`, or of many bytes at once: a peer is woken up less often."""
+        """From now on tell of places at `flush`, or of many bytes at once: a peer is woken up less often.
+
+        A peer that is gone is no error of `send` then, for there are others; `flush` tells of it.
+        """
         self._keeping = True
 
     def flush(self) -> list[PeerFailed]:
-        """Send what is kept; returns what kept it, so far, from peers that are gone."""
+        """Send what is kept; returns what kept it, or anything else so far, from peers that are gone."""
         for peer in list(self._kept):
             self._send_kept(peer)
         failures, self._failures = self._failures, []
@@ -146,11 +151,15 @@ class Post:
 
     def _send_kept(self, peer: str) -> None:
         del self._due[peer]
+        for letter in self._kept.pop(peer):
+            self._send(peer, *letter)
+
+    def _send(self, peer: str, lane: Lane, message: Sequence[Frame], turn: int) -> Token:
         try:
-            for letter in self._kept.pop(peer):
-                self.endpoint.send(peer, *letter)
+            return self.endpoint.send(peer, lane, message, turn)
         except PeerFailed as error:
             self._failures.append(error)
+            return Released()
 
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after `timeout` seconds; raises ProtocolError for an alien one."""

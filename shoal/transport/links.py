@@ -31,16 +31,12 @@ _COUNT = struct.Struct("<Q")
 
 
 class Letter:
-    """A message on its way out, and the token that says when the kernel has taken its last byte.
+    """A message on its way out, and the token that says when the kernel has taken its last byte."""
 
-    Attributes:
-        first: whether none of its link was waiting before it.
-    """
-
-    __slots__ = ("_some_left", "first", "left", "turn", "views")
+    __slots__ = ("_some_left", "left", "turn", "views")
 
     def __init__(self, views: list[memoryview], turn: int, some_left: threading.Condition) -> None:
-        self.views, self.turn, self.left, self.first = views, turn, False, False
+        self.views, self.turn, self.left = views, turn, False
         self._some_left = some_left
 
     def wait(self, timeout: float) -> bool:
@@ -223,6 +219,7 @@ class Link:
     Attributes:
         pace: what it keeps beside other links, if anything.
         given: bytes that were to be sent so far; at first all links count as alike.
+        watched: the writer empties its queue.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -234,7 +231,7 @@ class Link:
         self.pace: Pace | None = None
         self.given = LEAD
         self.lock = threading.Lock()
-        self.broken = False
+        self.broken = self.watched = False
         self._queue: deque[Letter] = deque()  # the first may have left in part
         self._some_left = threading.Condition(self.lock)
 
@@ -248,12 +245,10 @@ class Link:
         """Whether it waits for links of its pace, not for the kernel."""
         return self.pace is not None and self.pace.holds(self)
 
-    def needs_writer(self, letter: Letter) -> bool:
-        """Whether the writer has to be told: what was sent waits, or another link may have waited for it.
-
-        What waits behind others it finds by itself.
-        """
-        return letter.first and (self.waiting or (self.pace is not None and self.pace.holding))
+    @property
+    def needs_writer(self) -> bool:
+        """Whether the writer has to be told: something waits here, or another link may wait for this one."""
+        return not self.watched and (self.waiting or (self.pace is not None and self.pace.holding))
 
     def send(self, frames: Sequence[Frame], turn: int = 0) -> Letter:
         """Hand a message to the kernel, or as much of it as it takes; see Endpoint.send."""
@@ -268,9 +263,8 @@ class Link:
                 letter.left = True
                 return letter
             self.given += total
-            letter.first = not self._queue
             self._enqueue(letter)
-            if letter.first:
+            if self._queue[0] is letter:
                 self.flush()
         return letter
 
@@ -344,6 +338,7 @@ class Writer:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="shoal writer", daemon=True)
                 self._thread.start()
+            link.watched = True
         self._wake()
 
     def forget(self, link: Link) -> None:
@@ -382,6 +377,7 @@ class Writer:
             if not link.waiting:
                 with self._lock:
                     self._links.discard(link)
+                    link.watched = False
         return handed
 
     def close(self, until: float) -> None:

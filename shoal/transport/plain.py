@@ -150,7 +150,7 @@ class PlainSockets:
 
     def _hand(self, link: Link, frames: Sequence[Frame], turn: int = 0) -> Token:
         letter = link.send(frames, turn)
-        if link.needs_writer(letter):
+        if link.needs_writer:
             self._writer.watch(link)
         return letter
 
