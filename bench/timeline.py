@@ -60,18 +60,21 @@ def profile(side: Side, lan: Lan | None) -> list[tuple[str, float, float, float]
 def timeline(logs: Mapping[str, Sequence[Row]], skipped: int = 2) -> list[tuple[str, float, float, float]]:
     """Rows of words and seconds since the first share of a group's step: first, median and last member.
 
-    Each is the median over groups and steps; ``skipped`` steps at the start and one at the end do not count.
+    Each is the median over groups and steps; ``skipped`` steps at the start, one at the end and those without
+    a share do not count.
 
     Args:
         logs: of each member.
     """
     found = _moments(logs)
     counted = [(group, step) for group, step in found if step > skipped and (group, step + 1) in found]
+    starts = {place: min(_at(found[place], MARKS[0]), default=None) for place in counted}
     rows = []
     for mark in MARKS:
         spreads = []
-        for group, step in counted:
-            start = min(_at(found[group, step], MARKS[0]))
+        for (group, step), start in starts.items():
+            if start is None:
+                continue
             seen = sorted(time - start for time in _at(found[group, step + mark.later], mark))
             if seen:
                 spreads.append((seen[0], median(seen), seen[-1]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isclose
 from pathlib import Path
 
@@ -12,18 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import report, results
+from bench.__main__ import draw, tried
 from bench.errors import BenchError
 from bench.figures import MEANING, Claim, Ratio, Spread, judged, rate_together, together, worse
 from bench.jobs.models import SHAPES, make_model
+from bench.jobs.roles import play
+from bench.jobs.watch import FOLDER, watch
 from bench.lan import speed
 from bench.results import Result
 from bench.scenarios import scenarios
 from bench.scenarios.kinds import over, told
 from bench.sides import figures_of
 from bench.stage import Course, Look, Told
-from bench.timeline import Row, timeline
+from bench.timeline import MARKS, Row, profile, timeline
 from bench.usage import Usage
 from shoal.limits import all_reduce, mixed
+from shoal.transport import Post
+from shoal.transport.inprocess import Hub, InProcess
+from shoal.wire import Kind
 
 
 def of(low: float, median: float, high: float) -> Spread:
@@ -56,6 +64,8 @@ def test_reach(bound: float | None, better: str, reached: bool | None) -> None:
         (of(0.7, 0.7, 0.7), of(0.9, 0.95, 1.0), "more", True),
         (of(1.131, 1.131, 1.131), of(1.128, 1.128, 1.128), "less", False),  # one turn each
         (of(1.17, 1.17, 1.17), of(1.128, 1.128, 1.128), "less", True),
+        (of(1.029, 1.029, 1.029), of(1.0, 1.0, 1.0), "less", False),  # as much as two quiet turns differ by
+        (of(1.031, 1.031, 1.031), of(1.0, 1.0, 1.0), "less", True),
     ],
 )
 def test_worse(now: Spread, then: Spread, better: str, expected: bool) -> None:
@@ -166,6 +176,92 @@ def test_what_got_worse_is_marked() -> None:
     assert row == ("a over b", "1.5 [1.4 … 1.6]", "≤ 1: no", "0.9 [0.8 … 1]", "WORSE")
     (row,) = report.ratios(result("a", 0.9), result("a", 0.9))
     assert row[2:] == ("≤ 1: yes", "0.9 [0.8 … 1]", "")
+
+
+def mark(logs: Mapping[str, Sequence[Row]], words: str) -> list[float]:
+    (times,) = (times for found, *times in timeline(logs) if found == words)
+    return times
+
+
+COMMIT = "a worker's commit leaves"
+
+
+def steps(begun: Sequence[float], commit: Sequence[float]) -> list[Row]:
+    """A worker's log: when its steps begin with a share, and how many seconds later it commits."""
+    rows: list[Row] = []
+    for step, (begin, after) in enumerate(zip(begun, commit, strict=True), 1):
+        rows += [(begin, True, "SHARE", "server", step), (begin + after, True, "COMMIT", "server", step)]
+    return rows
+
+
+def test_the_first_steps_and_the_last_do_not_count_and_one_late_step_shows_nothing() -> None:
+    begun = [10.0 * step for step in range(8)]
+    assert mark({"worker 0.0": steps(begun, [9, 9, 2, 2, 7, 2, 2, 9])}, COMMIT) == [2, 2, 2]
+
+
+def test_each_group_has_its_own_steps() -> None:
+    """The second group begins each step later; both commit two seconds after their own first share."""
+    logs = {
+        f"worker {group}.0": steps([10.0 * step + 5 * group for step in range(6)], [2] * 6)
+        for group in range(2)
+    }
+    assert mark(logs, COMMIT) == [2, 2, 2]
+
+
+def test_a_step_without_a_share_does_not_count() -> None:
+    rows = steps([10.0 * step for step in range(6)], [2] * 6)
+    assert mark({"worker 0.0": [row for row in rows if row[2:] != ("SHARE", "server", 4)]}, COMMIT) == [2] * 3
+
+
+def test_what_is_watched_becomes_a_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("send", "receive", "close"):
+        monkeypatch.setattr(Post, name, getattr(Post, name))  # as it was, after the test
+    watch(tmp_path)
+    hub = Hub()
+    worker, server = (Post(InProcess(hub, name), "run") for name in ("worker 0.0", "server 0.0"))
+    for step in range(1, 5):
+        worker.send("server 0.0", Kind.SHARE, step=step)
+        worker.send("server 0.0", Kind.COMMIT, step=step)
+        for _ in range(2):
+            assert server.receive(1.0) is not None
+        server.send("worker 0.0", Kind.VALUES, step=step)
+        assert worker.receive(1.0) is not None
+    for post in (worker, server, server):  # closed twice, it has written once
+        post.close()
+    logs = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert [row[2:] for row in logs["worker 0.0"][:3]] == [
+        ["SHARE", "server 0.0", 1],
+        ["COMMIT", "server 0.0", 1],
+        ["VALUES", "server 0.0", 1],
+    ]
+    words = [found for found, *_ in timeline(logs)]
+    assert words == [found.words for found in MARKS]
+
+
+def test_a_profile_leaves_no_trace_in_the_environment() -> None:
+    class Broken:
+        def figures(self, lan: object) -> None:
+            assert Path(os.environ[FOLDER]).is_dir()
+            raise BenchError("it fails")
+
+    with pytest.raises(BenchError, match="it fails"):
+        profile(Broken(), None)  # type: ignore[arg-type]
+    assert FOLDER not in os.environ
+
+
+def test_what_cannot_be_measured_is_told_and_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    local = scenarios()["local"]
+    assert not tried(local, lambda scenario: draw(scenario, even=True))
+    assert capsys.readouterr().err.startswith("local: it is on one machine")
+    assert tried(local, lambda scenario: None)
+
+
+def test_a_part_is_played_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[tuple[object, ...]] = []
+    for words in ("serve at 2 100", "work at bell 100 5 10"):
+        monkeypatch.setattr("sys.argv", ["x.py", *words.split()])
+        play(lambda *given: played.append(("serve", *given)), lambda *given: played.append(("work", *given)))
+    assert played == [("serve", "at", 2, 100), ("work", "at", "bell", 100, 5, 10)]
 
 
 def test_a_timeline_tells_when_members_were_where_in_a_step() -> None:

@@ -145,6 +145,27 @@ def test_whatever_the_network_does_all_is_kept_and_all_end_equal(groups: int, fr
             assert torch.equal(first, world.total[chunk.number])
 
 
+def test_what_a_forward_made_of_a_buffer_stays_and_what_others_made_comes_else() -> None:
+    (group,) = Steps(1, 1, 0, Stepping).groups
+    shard, model = group.shard, group.model
+    (chunk,) = (c for c in shard.chunks if c.buffer is not None and c.dtype == "int64")
+
+    def after(forward: int, others: int, counts: bool = True) -> tuple[int, int]:
+        if forward:
+            model.count.add_(forward)
+        shard.assign(chunk.number, torch.tensor([others]))
+        assert int(shard.values(chunk.number)) == others
+        shard.install(0, counts)
+        return int(model.count), int(shard.values(chunk.number))
+
+    assert after(0, 7) == (7, 7)
+    assert after(1, 20) == (8, 8)
+    assert after(1, 30, counts=False) == (30, 30)
+    model.count.add_(1)
+    shard.install(0, counts=False)
+    assert int(shard.values(chunk.number)) == 30, "a step that does not count tells nobody"
+
+
 # The same as with links.
 
 

@@ -207,19 +207,23 @@ def test_independent_groups_share_the_start_and_nothing_else(workers: int) -> No
     assert report.total("exchanges") == 0
 
 
+HOGWILD = {"nworker_groups": 3, "nserver_groups": 3}
+
+
 @pytest.mark.parametrize(
-    "block",
+    ("block", "messages"),
     [
-        {"nworker_groups": 2},
-        {"nworker_groups": 2, "nserver_groups": 2},
-        {"nworker_groups": 3, "nserver_groups": 3},
-        {"nworker_groups": 4, "nserver_groups": 2, "nservers_per_group": 2},
+        ({"nworker_groups": 2}, True),
+        ({"nworker_groups": 2, "nserver_groups": 2}, True),
+        (HOGWILD, True),
+        (HOGWILD, False),
+        ({"nworker_groups": 4, "nserver_groups": 2, "nservers_per_group": 2}, True),
     ],
-    ids=["downpour", "hogwild 2", "hogwild 3", "hybrid"],
+    ids=["downpour", "hogwild 2", "hogwild 3", "hogwild 3, workers that step themselves", "hybrid"],
 )
 @pytest.mark.parametrize("loops", [(1, 1), (3, 0, 2), (0, 2)])
 def test_several_loops_end_together_however_late_a_group_begins(
-    block: dict[str, int], loops: tuple[int, ...]
+    block: dict[str, int], messages: bool, loops: tuple[int, ...]
 ) -> None:
     """Group 0 has left each loop before the last group begins it."""
     groups, late = block["nworker_groups"], block["nworker_groups"] - 1
@@ -247,7 +251,7 @@ def test_several_loops_end_together_however_late_a_group_begins(
             ends.append(model().detach().clone())
         return ends
 
-    report = run_cluster(function, config(**block), judge=judge, timeout=20)
+    report = run_cluster(function, config(**block), judge=judge, timeout=20, messages=messages)
     for ends in report.results.values():
         for loop, end in enumerate(ends):
             assert torch.equal(end, movement(dict.fromkeys(range(groups), sum(loops[: loop + 1])), 1))

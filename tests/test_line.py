@@ -102,3 +102,9 @@ def test_the_rate_of_a_far_line_whose_delay_varies_is_about_right(rate: float) -
 @given(st.floats(7e6, 1e8))
 def test_the_size_of_a_chunk_is_a_whole_number_of_pages(rate: float) -> None:
     assert chunk_bytes(rate) % (1 << 14) == 0
+
+
+@pytest.mark.parametrize(("rate", "size"), [(1e5, 32_768), (6.25e6, 49_152), (12.5e6, 114_688), (125e6, 0)])
+def test_chunks_that_suit_a_line(rate: float, size: int) -> None:
+    """What it carries in 10 ms, in steps of 16 KiB, 32 KiB at least; from 1 MiB on as the plan makes them."""
+    assert chunk_bytes(rate) == size

@@ -437,3 +437,17 @@ def test_what_an_interrupted_send_left_behind_leaves_with_the_next(monkeypatch: 
     assert [len(frames[2]) for frames in take(server, 2)] == [10_000_000, 4]
     worker.close()
     server.close()
+
+
+def test_who_dials_again_is_not_sent_what_has_waited_for_him_once_more() -> None:
+    server = PlainSockets("server 0.0", "secret", "tcp://127.0.0.1:0", 5.0)
+    server.send("worker 0.0", "control", [b"header", b"once"])
+    for expected in (1, 0):
+        worker = PlainSockets("worker 0.0", "secret", None, 5.0)
+        worker.dial(server.name, server.bound, 5.0)
+        worker.send(server.name, "control", [b"header", b"here"])
+        assert take(server, 1) == [[b"header", b"here"]]
+        server.send("worker 0.0", "control", [b"header", b"now"])
+        assert [body for _, body in take(worker, expected + 1)] == [b"once"] * expected + [b"now"]
+        worker.close()
+    server.close()

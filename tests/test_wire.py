@@ -16,7 +16,7 @@ import shoal.server
 import shoal.training
 import shoal.wire as wire
 from shoal import Run
-from shoal.errors import ModelMismatch, PeerFailed, ProtocolError
+from shoal.errors import ModelMismatch, PeerFailed, ProtocolError, UsageError
 from shoal.leases import Ask, Block
 from shoal.parameters import as_bytes, checked
 from shoal.partition import Buffer, Parameter, make_plan
@@ -172,6 +172,7 @@ def test_places_are_told_of_together_and_what_has_none_at_once(monkeypatch: pyte
     def send(peer: str, lane: str, frames: Any, turn: int) -> None:
         if peer == "worker 0.1":
             raise PeerFailed(peer)
+        assert lane == ("bulk" if peer == "worker 0.9" else "control")
         told.append((peer, turn))
 
     monkeypatch.setattr(endpoint, "send", send)
@@ -203,9 +204,15 @@ def test_places_are_told_of_together_and_what_has_none_at_once(monkeypatch: pyte
     assert new() == [("worker 0.2", 6)]
     assert len(post.flush()) == 1 and not post.flush()
     assert new() == [("worker 0.0", 5), ("worker 0.2", 7)]
-    values("worker 0.0", 8)
+    for chunk in (8, 9):
+        values("worker 0.0", chunk, TOGETHER // 2)
+    assert new() == [("worker 0.0", 8), ("worker 0.0", 9)], "many bytes are told of at once"
+    values("worker 0.0", 10)
     post.close()
-    assert new() == [("worker 0.0", 8)]
+    assert new() == [("worker 0.0", 10)]
+    assert endpoint.traffic["worker 0.0"] == 5 * 8 + TOGETHER
+    with pytest.raises(UsageError, match="the run is closed"):
+        values("worker 0.0", 11)
 
 
 # A server among strangers.

@@ -34,7 +34,8 @@ def watch(folder: Path) -> None:
         return message
 
     def closed(post: Post) -> None:
-        folder.joinpath(f"{post.endpoint.name}.json").write_text(json.dumps(rows.pop(post, [])))
+        if post in rows:  # else it is closed once more
+            folder.joinpath(f"{post.endpoint.name}.json").write_text(json.dumps(rows.pop(post)))
         close(post)
 
     Post.send, Post.receive, Post.close = sent, received, closed  # type: ignore[method-assign, assignment]
