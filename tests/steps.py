@@ -75,10 +75,15 @@ def by_hand(run: Run, model: nn.Module, optimizer: Any, inputs: torch.Tensor) ->
         model[0].weight.clamp_(-0.1, 0.1)
 
 
-STEPS: dict[str, Step] = {
-    function.__name__: function
-    for function in (plain_step, clipped, accumulated, unused, infinite, weightless, scaled, by_hand)
-}
+def evaluated(run: Run, model: nn.Module, optimizer: Any, inputs: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    run.log(weight=run.evaluate(lambda: model[3].weight.sum().item()))
+    optimizer.step()
+
+
+WAYS = (plain_step, clipped, accumulated, unused, infinite, weightless, scaled, by_hand, evaluated)
+STEPS: dict[str, Step] = {function.__name__: function for function in WAYS}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,12 +18,14 @@ from test_sync import BUFFERS, PARAMETERS, Group, World
 from torch import Tensor, nn
 from toys import ASKING, PATIENT, Line, config, movement, pull_of, walk
 
-from shoal.beside import OwnShard
+from shoal.beside import OwnRounds, OwnShard
 from shoal.parameters import BufferAt, Replica
 from shoal.partition import Plan
 from shoal.run import Run
 from shoal.testing import Report, run_cluster
+from shoal.transport import Post
 from shoal.transport.faulty import Fate
+from shoal.transport.inprocess import Hub, InProcess
 from shoal.wire import Kind
 
 TWO = {"nworker_groups": 2, "nserver_groups": 2}
@@ -166,13 +168,56 @@ def test_what_a_forward_made_of_a_buffer_stays_and_what_others_made_comes_else()
     assert int(shard.values(chunk.number)) == 30, "a step that does not count tells nobody"
 
 
+def test_what_others_begin_after_a_loops_end_is_no_part_of_it_and_comes_with_the_next_step() -> None:
+    (group,) = Steps(1, 1, 0, Stepping).groups
+    shard, first = group.shard, group.shard.chunks[0]
+    before, during, after = (torch.full((first.size,), value, dtype=torch.float64) for value in (1, 2, 3))
+    shard.assign(first.number, before)
+    shard.keep()
+    shard.assign(first.number, during)
+    shard.end()
+    shard.assign(first.number, after)
+    assert torch.equal(shard.take()[first.number], during)
+    assert torch.equal(shard.values(first.number), after)
+    shard.install(0)
+    assert torch.equal(shard._replica.read(first), after)
+    after.zero_()
+    assert float(shard.values(first.number).min()) == 3, "what is assigned may be used again"
+
+
+def test_what_becomes_of_the_model_after_an_edit_and_before_a_step_is_no_ones_business() -> None:
+    (group,) = Steps(1, 1, 0, Stepping).groups
+    shard, first = group.shard, group.shard.chunks[0]
+    shard.install()
+    shard._replica.install(first, torch.ones(first.size, dtype=torch.float64))
+    shard.edited()
+    shard._replica.install(first, torch.zeros(first.size, dtype=torch.float64))
+    assert torch.equal(shard.values(first.number), torch.ones(first.size, dtype=torch.float64))
+
+
+def test_a_stop_is_for_the_loop_that_it_names() -> None:
+    (group,) = Steps(1, 1, 0, Stepping).groups
+    rounds = OwnRounds(group.shard, group.sync, Post(InProcess(Hub(), "server 0.0"), "run"), ())
+    for loop, stops in ((2, False), (1, True)):
+        rounds.heard_stop(loop)
+        assert group.shard.stopping is stops
+    rounds.end_loop()
+    for loop, stops in ((1, False), (2, True)):
+        rounds.heard_stop(loop)
+        assert group.shard.stopping is stops
+
+
 # The same as with links.
 
 
 def compared(
-    step: Step, make: Callable[[Any], torch.optim.Optimizer], messages: bool, preset: bool = False
+    step: Step, make: Callable[[Any], torch.optim.Optimizer], messages: bool, preset: Sequence[int] = ()
 ) -> Report:
-    """Two groups that exchange what they have changed at the end, where it can be compared."""
+    """Two groups that exchange what they have changed at the end, where it can be compared.
+
+    Args:
+        preset: ranks of workers that have trained already.
+    """
 
     models = [model_of() for _ in range(2)]  # threads share one generator of random numbers
     trained = threading.Barrier(2)
@@ -180,7 +225,7 @@ def compared(
     def work(run: Run) -> dict[str, Tensor]:
         model = models[run.rank]
         optimizer = make(model.parameters())
-        if preset:  # each its own start, of which worker 0.0's is everyone's
+        if run.rank in preset:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(run.rank + 1)
@@ -197,7 +242,7 @@ def compared(
     return run_cluster(work, {**TWO, "sync_freq": RARELY}, messages=messages)
 
 
-def check(step: Step, make: Callable[[Any], torch.optim.Optimizer], preset: bool = False) -> None:
+def check(step: Step, make: Callable[[Any], torch.optim.Optimizer], preset: Sequence[int] = ()) -> None:
     linked, own = (compared(step, make, messages, preset) for messages in (True, False))
     assert stepped_themselves(own) and not stepped_themselves(linked)
     for worker, wanted in linked.results.items():
@@ -211,9 +256,27 @@ def test_groups_end_where_links_end(name: str, optimizer: str) -> None:
     check(STEPS[name], OPTIMIZERS[optimizer])
 
 
+@pytest.mark.parametrize("preset", [(0, 1), (1,)], ids=["both have a state", "the other one has a state"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_values_and_state_of_the_first_worker_are_everyones_start(optimizer: str) -> None:
-    check(plain_step, OPTIMIZERS[optimizer], preset=True)
+def test_values_and_state_of_the_first_worker_are_everyones_start(
+    optimizer: str, preset: Sequence[int]
+) -> None:
+    check(plain_step, OPTIMIZERS[optimizer], preset)
+
+
+def test_a_loop_after_another_is_exchanged_as_seldom() -> None:
+    def work(run: Run) -> None:
+        model = Line()
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for _ in range(2):
+            for step in run.epochs(40):
+                advance(model, optimizer, step + 1, run.rank)
+            run.evaluate(lambda: 0)
+
+    report = run_cluster(work, config(sync_freq=RARELY, **TWO), messages=False)
+    followed = len(report.servers["server 0.0"]._shard.chunks)  # each by one of the two
+    assert report.total("exchanges") == 2 * followed
+    assert report.total("exchanged_rounds") == 2 * 40 * followed
 
 
 def test_the_accounts_are_those_of_links() -> None:
@@ -233,7 +296,8 @@ def advance(model: Line, optimizer: torch.optim.Optimizer, step: int, rank: int)
     optimizer.step()
 
 
-def test_an_evaluation_shows_what_others_did_and_the_next_step_has_it() -> None:
+@pytest.mark.parametrize("edits", [False, True], ids=["", "and edits"])
+def test_an_evaluation_shows_what_others_did_and_the_next_step_has_it(edits: bool) -> None:
     done = threading.Event()
 
     def work(run: Run) -> Tensor:
@@ -245,19 +309,43 @@ def test_an_evaluation_shows_what_others_did_and_the_next_step_has_it() -> None:
                 while torch.equal(shown := run.evaluate(lambda: model().detach().clone()), own):
                     assert time.monotonic() < deadline
                 assert torch.equal(model(), own), "an evaluation leaves the model as it was"
+                if edits:
+                    with run.edit(), torch.no_grad():
+                        model.short += 1000
                 done.set()
             advance(model, optimizer, step + 1, run.rank)
             if run.rank == 0 and step == 1:
-                moved = shown != own
-                assert (model()[moved] != (own - pull_of(0, 2))[moved]).any()
+                moved = (shown != own)[:-3]
+                assert (model.long[moved] != (own - pull_of(0, 2))[:-3][moved]).any()
         if run.rank == 1:
             assert done.wait(20)
         run.evaluate(lambda: 0)
         return model().detach().clone()
 
-    report = run_cluster(work, config(**TWO), messages=False)
-    for end in report.results.values():
-        assert torch.equal(end, movement({0: 2, 1: 2}, 1))
+    goal = movement({0: 2, 1: 2}, 1)
+    goal[-3:] += 1000 * edits
+    for end in run_cluster(work, config(**TWO), messages=False).results.values():
+        assert torch.equal(end, goal)
+
+
+def test_two_optimizers_each_take_in_their_own_at_their_own_steps() -> None:
+    def work(run: Run) -> Tensor:
+        model = Line()
+        optimizers = [torch.optim.SGD([p], lr=1.0) for p in (model.long, model.short)]
+        model, *optimizers = run.prepare(model, *optimizers)
+        for step in run.epochs(12):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (model() * pull_of(run.rank, step + 1)).sum().backward()
+            for optimizer in optimizers[: 1 + step % 2]:  # the second every other time
+                optimizer.step()
+        run.evaluate(lambda: 0)
+        return model().detach().clone()
+
+    goal = movement({0: 12, 1: 12, 2: 12}, 1)
+    goal[-3:] = -sum(pull_of(rank, step)[-3:] for rank in range(3) for step in range(2, 13, 2))
+    for end in run_cluster(work, config(**THREE), messages=False).results.values():
+        assert torch.equal(end, goal)
 
 
 @pytest.mark.parametrize("freq", [1, RARELY])
