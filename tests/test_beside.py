@@ -178,11 +178,10 @@ def test_what_others_begin_after_a_loops_end_is_no_part_of_it_and_comes_with_the
     shard.end()
     shard.assign(first.number, after)
     assert torch.equal(shard.take()[first.number], during)
-    assert torch.equal(shard.values(first.number), after)
+    after.zero_()  # what was assigned may be used again
+    assert float(shard.values(first.number).min()) == 3
     shard.install(0)
-    assert torch.equal(shard._replica.read(first), after)
-    after.zero_()
-    assert float(shard.values(first.number).min()) == 3, "what is assigned may be used again"
+    assert float(shard._replica.read(first).min()) == 3
 
 
 def test_what_becomes_of_the_model_after_an_edit_and_before_a_step_is_no_ones_business() -> None:
@@ -264,18 +263,20 @@ def test_values_and_state_of_the_first_worker_are_everyones_start(
     check(plain_step, OPTIMIZERS[optimizer], preset)
 
 
-def test_a_loop_after_another_is_exchanged_as_seldom() -> None:
+@pytest.mark.parametrize("freq", [10, RARELY])
+def test_a_loop_after_another_is_exchanged_as_seldom(freq: int) -> None:
     def work(run: Run) -> None:
         model = Line()
         model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         for _ in range(2):
             for step in run.epochs(40):
+                threading.Event().wait(0.003)  # the computation
                 advance(model, optimizer, step + 1, run.rank)
             run.evaluate(lambda: 0)
 
-    report = run_cluster(work, config(sync_freq=RARELY, **TWO), messages=False)
+    report = run_cluster(work, config(sync_freq=freq, **TWO), messages=False)
     followed = len(report.servers["server 0.0"]._shard.chunks)  # each by one of the two
-    assert report.total("exchanges") == 2 * followed
+    assert 2 * followed <= report.total("exchanges") <= 2 * (40 // freq + 1) * followed
     assert report.total("exchanged_rounds") == 2 * 40 * followed
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import notes
-from torch import Tensor
+from torch import Tensor, nn
 from toys import ASKING, PATIENT, STEPS, config, learn, movement, walk
 
 from shoal import Run
@@ -264,3 +264,31 @@ def test_a_reply_that_cannot_be_sent_keeps_no_other_from_leaving(monkeypatch: py
         assert torch.equal(values[-1], movement({0: STEPS}, 2))
     told = notes(report, "server 0.0")
     assert told == ["worker 0.0 cannot be reached any more"]
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "table"])
+@pytest.mark.parametrize("fate", ["double", "lose"])
+def test_an_edit_is_made_once(fate: Fate, sparse: bool) -> None:
+    """What is lost of it is sent again, and what comes twice counts once."""
+    chance = Chance(Kind.INIT, fate)
+
+    def judge(header: Header, peer: str) -> Fate:
+        return chance(header, peer) if header.number else "deliver"  # the start has none
+
+    def work(run: Run) -> float:
+        model = nn.Embedding(30, 4, sparse=sparse, dtype=torch.float64)
+        nn.init.zeros_(model.weight)
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for _ in run.epochs(2):
+            optimizer.zero_grad()
+            model(torch.arange(30)).sum().backward()
+            optimizer.step()
+            with run.edit(), torch.no_grad():
+                model.weight += 1000
+        run.evaluate(lambda: 0)
+        assert model.weight.min() == model.weight.max()
+        return model.weight[0, 0].item()
+
+    report = run_cluster(work, config(ASKING, **DOWNPOUR), judge=judge)
+    assert chance.met > 0
+    assert set(report.results.values()) == {2 * 2 * (1000 - 1)}
