@@ -427,8 +427,8 @@ def test_what_an_interrupted_send_left_behind_leaves_with_the_next(monkeypatch: 
         monkeypatch.setattr(Writer, "watch", watch)
         raise KeyboardInterrupt
 
-    server = PlainSockets("server 0.0", "secret", "tcp://127.0.0.1:0", 5.0)
-    worker = PlainSockets("worker 0.0", "secret", None, 5.0)
+    server = PlainSockets("server 0.0", "secret", "tcp://127.0.0.1:0", 0.5)
+    worker = PlainSockets("worker 0.0", "secret", None, 0.5)
     worker.dial(server.name, server.bound, 5.0)
     monkeypatch.setattr(Writer, "watch", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -440,10 +440,10 @@ def test_what_an_interrupted_send_left_behind_leaves_with_the_next(monkeypatch: 
 
 
 def test_who_dials_again_is_not_sent_what_has_waited_for_him_once_more() -> None:
-    server = PlainSockets("server 0.0", "secret", "tcp://127.0.0.1:0", 5.0)
+    server = PlainSockets("server 0.0", "secret", "tcp://127.0.0.1:0", 0.5)
     server.send("worker 0.0", "control", [b"header", b"once"])
     for expected in (1, 0):
-        worker = PlainSockets("worker 0.0", "secret", None, 5.0)
+        worker = PlainSockets("worker 0.0", "secret", None, 0.5)
         worker.dial(server.name, server.bound, 5.0)
         worker.send(server.name, "control", [b"header", b"here"])
         assert take(server, 1) == [[b"header", b"here"]]
