@@ -146,8 +146,11 @@ def test_a_run_repeats_bit_for_bit_with_overlap_too() -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_downpour_learns() -> None:
-    results = shoal.launch(train, Cluster(**DOWNPOUR), ("large",))
+@pytest.mark.parametrize(
+    "shape", [DOWNPOUR, {"nworker_groups": 2, "nserver_groups": 2}], ids=["downpour", "hogwild"]
+)
+def test_groups_beside_each_other_learn(shape: dict[str, Any]) -> None:
+    results = shoal.launch(train, Cluster(**shape), ("large",))
     start = float(_loss(case("large", torch.device("cpu")).model(torch.float32)))
     assert all(result["loss"] < start for result in results)
 
