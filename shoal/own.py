@@ -1,4 +1,4 @@
-"""One worker with a server of its own beside it: it steps on the model itself, and nothing travels.
+"""One worker and a server of its own beside it: it steps on the model itself, nothing passes between both.
 
 What a step does is what links would do, bit for bit: the same checks and the same arithmetic, without a copy.
 """

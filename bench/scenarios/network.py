@@ -130,8 +130,11 @@ def mixed_lan() -> Scenario:
         block = {**one_group(workers, workers + further, separate=False), "server_placement": "mixed"}
         shares = best_shares(workers, further)
         shards = [JOB.nbytes * part for part in [shares.beside] * workers + [shares.apart] * further]
-        sides.append(on_hosts(name, JOB, block, limit=least(block, JOB, rate, shards)))
+        seconds = least(block, JOB, rate, shards)
+        sides.append(on_hosts(name, JOB, block, limit=seconds))
+        sides.append(on_hosts(f"{name}, curve", JOB, block, limit=seconds, security="curve"))
         claims.append(told(f"{name}: step over the limit", (name, "of_limit"), 1.25))
+        claims.append(told(f"{name}, with CURVE: step over the limit", (f"{name}, curve", "of_limit")))
     return Scenario(
         "mixed-lan",
         "4 workers with a server beside each, and 1, 2 or 3 further servers, hosts at 100 Mbit, 10.5 MB, "
@@ -173,24 +176,27 @@ def _downpour(name: str, about: str, job: Job, slow: dict[int, str]) -> Scenario
         about,
         (
             on_hosts("together", job, downpour(3)),
+            on_hosts("together, curve", job, downpour(3), security="curve"),
             on_hosts("fast alone", fast, downpour(1), hosts=(0, 3, 4, 5)),
             on_hosts("slow alone", lone, downpour(1), hosts=(2, 3, 4, 5)),
             peers("ddp", job, 3),
         ),
         (
-            Claim("rate over the sum of the groups' own", _of_own_rates, GROUPS, 0.95, "more"),
+            _of_own_rates("rate over the sum of the groups' own", "together", 0.95),
+            _of_own_rates("with CURVE: rate over the sum of the groups' own", "together, curve", None),
             over("rate over DDP's", ("together", "rate"), ("ddp", "rate"), None, "more"),
         ),
         network=lan(6, "100mbit", slow),
     )
 
 
-GROUPS = ("together", "fast alone", "slow alone")
+def _of_own_rates(what: str, side: str, bound: float | None) -> Claim:
+    """All groups' rate over what the groups of each kind do alone."""
 
+    def ratio(sides: Rounds) -> float:
+        return sides[side]["rate"] / (2 * sides["fast alone"]["rate"] + sides["slow alone"]["rate"])
 
-def _of_own_rates(sides: Rounds) -> float:
-    own = 2 * sides["fast alone"]["rate"] + sides["slow alone"]["rate"]
-    return sides["together"]["rate"] / own
+    return Claim(what, ratio, (side, "fast alone", "slow alone"), bound, "more")
 
 
 def downpour_nic() -> Scenario:
@@ -230,11 +236,19 @@ def hogwild_lan() -> Scenario:
         f"an exchange takes the links {seconds:.2f} s at least, so sync_freq is {interval}",
         (
             on_hosts("shoal", job, {**groups, "sync_freq": interval}),
+            on_hosts("shoal, curve", job, {**groups, "sync_freq": interval}, security="curve"),
             on_hosts("no exchange", job, {"nworker_groups": hosts, "nserver_groups": 0}),
             peers("ddp", replace(job, steps=20), hosts, limit=all_reduce(hosts, job.nbytes, speed(rate))),
         ),
         (
             over("rate over that without network", ("shoal", "rate"), ("no exchange", "rate"), 0.95, "more"),
+            over(
+                "with CURVE: rate over that without network",
+                ("shoal, curve", "rate"),
+                ("no exchange", "rate"),
+                None,
+                "more",
+            ),
             over("rate over DDP's", ("shoal", "rate"), ("ddp", "rate"), None, "more"),
         ),
         network=lan(hosts, rate),
@@ -256,6 +270,7 @@ def overlap_lan() -> Scenario:
             alone("computation alone", job),
             on_hosts("shoal", job, block),
             on_hosts("shoal, overlap=True", learned, block, limit=overlapped(2 * seconds, seconds, layers)),
+            on_hosts("shoal, overlap=True, curve", learned, block, security="curve"),
             peers("ddp", job, 4),
         ),
         (
@@ -266,6 +281,11 @@ def overlap_lan() -> Scenario:
                 1.08,
             ),
             told("step over its limit, overlap=True", ("shoal, overlap=True", "of_limit")),
+            over(
+                "with CURVE: step over computation alone, overlap=True",
+                ("shoal, overlap=True, curve", "step_s"),
+                ("computation alone", "step_s"),
+            ),
             over("step over computation alone", ("shoal", "step_s"), ("computation alone", "step_s")),
             over("DDP's step over computation alone", ("ddp", "step_s"), ("computation alone", "step_s")),
         ),
