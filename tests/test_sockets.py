@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,3 +109,27 @@ def test_an_address_that_is_too_long_is_said_plainly(tmp_path: Path) -> None:
     place = f"ipc://{tmp_path}/{'x' * 120}"
     with pytest.raises(LaunchError, match=r"server 0\.0: cannot listen at ipc://"):
         Sockets("server 0.0", dict.fromkeys(LANES, place), {}, 0.0)
+
+
+AT_EXIT = """
+import atexit
+from shoal.transport.sockets import Sockets
+
+places = {lane: "tcp://127.0.0.1:*" for lane in ("control", "bulk")}
+server = Sockets("server 0.0", places, {}, 1.0)
+worker = Sockets("worker 0.0", None, {"server 0.0": server.bound}, 1.0)
+
+def exchange():
+    worker.send("server 0.0", "bulk", [b"header", b"body", b"x" * 1000])
+    frames = next(frames for frames in (server.recv(5.0) for _ in range(9)) if frames)
+    print(len(frames[2]))
+
+atexit.register(exchange)
+exchange()
+"""
+
+
+def test_a_process_sends_until_its_end() -> None:
+    """Servers beside workers go on after the script's last line, while Python calls what is to be called then."""
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == ("1000\n1000\n", 0), ended.stderr

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import zmq
+import zmq.utils.garbage  # before anybody asks to be called at exit: who comes later is called earlier
 
 from shoal.errors import LaunchError, PeerFailed
 from shoal.keys import Lock
