@@ -120,7 +120,7 @@ server = Sockets("server 0.0", places, {}, 1.0)
 worker = Sockets("worker 0.0", None, {"server 0.0": server.bound}, 1.0)
 
 def exchange():
-    worker.send("server 0.0", "bulk", [b"header", b"body", b"x" * 1000])
+    worker.send("server 0.0", "bulk", [b"header", b"body", bytes(100_000)])
     frames = next(frames for frames in (server.recv(5.0) for _ in range(9)) if frames)
     print(len(frames[2]))
 
@@ -130,6 +130,6 @@ exchange()
 
 
 def test_a_process_sends_until_its_end() -> None:
-    """Servers beside workers go on after the script's last line, while Python calls what is to be called then."""
+    """Servers beside workers go on after the last line, while Python calls what is to be called then."""
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
-    assert (ended.stdout, ended.returncode) == ("1000\n1000\n", 0), ended.stderr
+    assert (ended.stdout, ended.returncode) == ("100000\n100000\n", 0), ended.stderr
